@@ -13,7 +13,8 @@ Tables and pictures are in blocks between markers. A document may have any numbe
 - `<!-- http: NAME.json -->` ... `<!-- /http -->`: a row for each number of streams in a file of `benchmarks/http_bench.py`.
 - `<!-- host: NAME.json -->` ... `<!-- /host -->`: a row for each kind of client in a file of `benchmarks/host.py`.
 
-Numbers of other engines from other runs come from the files NAME-peers.json in the same folder, if GPU, model and dtype are the same.
+Numbers of other engines from other runs come from the files NAME-peers.json in the same folder, if GPU, model and dtype are the same. Those
+of quantised weights are for runs whose `quantization` the file lists in `quantizations`; files without the list are for other runs.
 """
 
 import argparse
@@ -74,7 +75,8 @@ def read(file: Path) -> dict[str, Any]:
     peers = dict(result.get("peers", {}))
     for other in sorted(file.parent.glob("*-peers.json")):
         run = json.loads(other.read_text(encoding="utf-8"))
-        if (run["gpu"], run["dtype"]) == (result["gpu"], result["dtype"]):
+        alike = (run["gpu"], run["dtype"]) == (result["gpu"], result["dtype"])
+        if alike and result.get("quantization") in run.get("quantizations", [None]):
             peers |= {f"{name} (other run)": figures for name, figures in run["models"].get(result["model"], {}).items()}
     return result | ({"peers": peers} if peers else {})
 

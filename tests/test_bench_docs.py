@@ -6,6 +6,8 @@ from pathlib import Path
 from benchmarks import write_docs as bench_docs
 from benchmarks.host import CLIENTS
 from nanovllm.entrypoints.cli.bench.report import markdown
+from nanovllm.loading.quantisation.rounding import Rounding
+from nanovllm.ops.linear.quantise import KINDS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -61,9 +63,22 @@ def test_other_engines_figures_stand_beside_those_of_the_same_card_model_and_dty
     assert lines[2] == f"| decode, 1 sequence (128 tokens in, 512 out) | {one:,.0f} tokens/s | 100 | 426 | {share:.0f}% |"
     assert lines[3] == f"| 8 sequences (256 out) | {eight:,.0f} tokens/s |  |  | {of_eight:.0f}% |"
     assert lines[-1] == "| from the start of a process to its first token, caches warm | 7.2 s | - | 74 s |  |"
-    for changed in ({"gpu": "another"}, {"dtype": "float16"}, {"model": "another"}):
+    for changed in ({"gpu": "another"}, {"dtype": "float16"}, {"model": "another"}, {"quantization": "int4 in groups of 128"}):
         file.write_text(json.dumps(result | changed))
         assert list(bench_docs.read(file)["peers"]) == ["here"]
+
+
+def test_other_engines_figures_of_quantised_weights_are_for_the_same_quantisation(tmp_path: Path) -> None:
+    here = json.loads((RESULTS / "h200-8b.json").read_text())
+    for file in RESULTS.glob("*-peers.json"):
+        (tmp_path / file.name).write_text(file.read_text())
+    rounded = {kind: Rounding(kind=kind).summary for kind in KINDS}
+    rates = {None: {194.3, 174.1}, rounded["fp8"]: {271}, rounded["int4"]: {229}, rounded["int8"]: set[float]()}
+    rates |= {"fp8 in blocks of 128 x 128": {271}, "int4 in groups of 128": {229}, Rounding(kind="fp8", head=True).summary: set[float]()}
+    for quantization, expected in rates.items():
+        (tmp_path / "run.json").write_text(json.dumps(here | {"quantization": quantization}))
+        found = bench_docs.read(tmp_path / "run.json").get("peers", {})
+        assert {figures["b1_decode_tok_s"] for figures in found.values()} == expected
 
 
 def test_the_figures_of_other_engines_have_the_names_of_ours() -> None:

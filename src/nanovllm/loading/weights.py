@@ -217,11 +217,16 @@ def _read_into(flat: Tensor, header: TensorHeader, stream: RawIOBase, stage: Ten
 
 
 def save_params(params: Params[Tensor], config: ModelConfig, folder: Path, dtype: torch.dtype) -> None:
-    """Write weights into a folder in the form of a checkpoint, in `dtype`. The host holds little more than one file at a time."""
+    """Write weights into a folder in the form of a checkpoint, in `dtype`; quantised matrices are dequantised.
+
+    The host holds little more than one file at a time.
+    """
     table, shards = REGISTRY[config.architecture].param_table(config), Shards(folder)
-    for info, param in zip(pytree.tree_leaves(table), pytree.tree_leaves(params), strict=True):
+    leaves = pytree.tree_leaves(params, is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix))
+    for info, param in zip(pytree.tree_leaves(table), leaves, strict=True):
         if info is not None and info.sources:
-            pieces = zip(info.sources, as_stored(info, param), strict=True)
+            whole = param.dequantised(dtype) if isinstance(param, QuantisedMatrix) else param
+            pieces = zip(info.sources, as_stored(info, whole), strict=True)
             shards.add({name: piece.to("cpu", dtype, copy=True) for name, piece in pieces})
     shards.end()
 

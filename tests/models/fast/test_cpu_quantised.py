@@ -150,6 +150,6 @@ def test_unsupported_matrices_are_refused_with_a_reason() -> None:
 
 def test_the_check_command_says_c() -> None:
     config = shaped()
-    assert kernels(config, CPU, torch.float32, quantised=True).decode == "C"
-    moe = kernels(tiny_config("Qwen3MoeForCausalLM"), CPU, torch.float32, quantised=True)
+    assert kernels(config, CPU, torch.float32).decode == "C"
+    moe = kernels(tiny_config("Qwen3MoeForCausalLM"), CPU, torch.float32)
     assert moe.decode == "plain torch" and moe.against == "experts"

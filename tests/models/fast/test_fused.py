@@ -86,19 +86,25 @@ def test_products_whose_norm_comes_behind_are_of_many_rows_from_three_on(rows: i
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Gemma2ForCausalLM", "Qwen3MoeForCausalLM", "GPT2LMHeadModel"])
-def test_quantised_dense_models_are_served(architecture: str, kind: Kind) -> None:
-    """On a GPU and on a CPU. Quantised experts are not, and on a CPU no activation but silu."""
+def test_quantised_models_are_served(architecture: str, kind: Kind) -> None:
+    """On a GPU and on a CPU: what serves an unquantised model serves a quantised one. Of experts, both matrices must be quantised."""
     model = random_model(tiny_config(architecture))
     params = rounded(model.params, kind)
-    reasons = {"Qwen3MoeForCausalLM": "quantised experts", "GPT2LMHeadModel": "layer norms with biases"}
-    assert fused.unknown(params, model.config) == reasons.get(architecture, "")
+    assert fused.unknown(params, model.config) == ("layer norms with biases" if architecture.startswith("GPT2") else "")
+    if architecture == "Qwen3MoeForCausalLM":
+        some = tuple(
+            w if w.experts is None or old.experts is None else replace(w, experts=replace(w.experts, down=old.experts.down))
+            for w, old in zip(params.layers, model.params.layers, strict=True)
+        )
+        assert fused.unknown(replace(params, layers=some), model.config) == "experts of which only one matrix is quantised"
     assert cpu.unknown(params, model.config) == cpu.unknown(model.params, model.config)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [1, 20])
-def test_a_quantised_layer_is_that_of_the_matrices_that_it_stands_for(kind: Kind, rows: int) -> None:
-    model = random_model(tiny_config("Qwen3ForCausalLM"))
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"])
+def test_a_quantised_layer_is_that_of_the_matrices_that_it_stands_for(architecture: str, kind: Kind, rows: int) -> None:
+    model = random_model(tiny_config(architecture))
     params = rounded(model.params, kind)
     batch = spread_rows(model, 16, rows, 4).batch
     x = torch.randn(rows, model.config.hidden_size)
@@ -113,8 +119,9 @@ def test_a_quantised_layer_is_that_of_the_matrices_that_it_stands_for(kind: Kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_check_widens_quantised_matrices_to_what_they_stand_for(kind: Kind) -> None:
-    model = random_model(tiny_config("Qwen3ForCausalLM"))
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"])
+def test_the_check_widens_quantised_matrices_to_what_they_stand_for(architecture: str, kind: Kind) -> None:
+    model = random_model(tiny_config(architecture))
     compared = compare(replace(model, params=rounded(model.params, kind)), None, list(range(12)), (1, 3), 4)
     assert all(each.output < 1e-4 and each.kv < 1e-4 for each in compared.plain) and compared.plain_head < 1e-4
 

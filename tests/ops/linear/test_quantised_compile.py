@@ -1,12 +1,16 @@
 """The kernels for quantised matrices compiled for GPUs that need not be there, with the tiles of models' shapes."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
 from nanovllm.ops.linear.quantise import Kind
+from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.ops.linear.quantised_tiles import few_tile, many_tile
+from nanovllm.ops.moe.quantised_experts import tiles_of
+from nanovllm.ops.moe.tiles import QuantisedFewTiles
 from nanovllm.testing.quantised_problems import quantised_problem
 from tests.ops.test_kernels_compile import PROCESSORS, Compiled, compiled  # noqa: F401  (a fixture)
 
@@ -54,3 +58,38 @@ def test_odd_forms_in_float16(compiled: Compiled, kind: Kind, group: int | None)
         triton_quantised_many.product(x, matrix, None, False, tile, compiled.pdl, asm=compiled.capability >= 90)
     triton_quantised_many.dequantise(matrix, 0, torch.empty(77, 331, dtype=torch.float16), compiled.capability >= 90)
     compiled.check()
+
+
+EXPERTS: list[tuple[Kind, int | None, int, bool]] = [
+    ("fp8", 128, 128, False), ("fp8", None, 1, False), ("int8", None, 1, True), ("int4", 128, 1, False), ("int4", 32, 1, True),
+    ("int4", 20, 1, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", EXPERTS)
+@pytest.mark.parametrize(("k", "num", "width", "inner"), [(8, 128, 2048, 768), (2, 8, 4096, 14336)])
+def test_experts(compiled: Compiled, k: int, num: int, width: int, inner: int, form: tuple[Kind, int | None, int, bool]) -> None:  # noqa: F811
+    """At the sizes of Qwen3-30B-A3B and Mixtral-8x7B, without memory for the weights."""
+    from nanovllm.ops.moe import triton_quantised_experts
+
+    (kind, group, rows, zeros), asm, few = form, compiled.capability >= 90, 0
+    gate_up, down = (experts_of_shape(kind, num, *shape, group, rows, zeros) for shape in ((2 * inner, width), (width, inner)))
+    for tokens in (1, 48, 4096) if group != 20 else (48,):
+        tiles = tiles_of(tokens, k, gate_up, down, compiled.memory)
+        few += isinstance(tiles, QuantisedFewTiles)
+        x, weights = torch.empty(tokens, width, dtype=BF16, device="meta"), torch.empty(tokens, k, device="meta")
+        chosen = torch.empty(tokens, k, dtype=torch.int32, device="meta")
+        triton_quantised_experts.launch(x, gate_up, down, chosen, weights, "silu", tiles, compiled.pdl, asm)
+    names = {kernel.name.removeprefix("_quantised") for kernel in compiled}
+    assert names == {"_sort", "_grouped", "_combine"} | ({"_few_gate_up", "_few_down"} if few else set())
+    compiled.check()
+
+
+def experts_of_shape(kind: Kind, num: int, outputs: int, columns: int, group: int | None, rows: int, zeros: bool) -> QuantisedMatrix:
+    one = quantised_problem(kind, rows, columns, group=group, rows=rows, zeros=zeros, scales=BF16)
+
+    def of(each: torch.Tensor, height: int) -> torch.Tensor:
+        return torch.empty(num, height, each.shape[1], dtype=each.dtype, device="meta")
+
+    grid = -(-outputs // rows)
+    return replace(one, codes=of(one.codes, outputs), scales=of(one.scales, grid), zeros=None if one.zeros is None else of(one.zeros, grid))

@@ -10,7 +10,6 @@ from nanovllm.models.common.params import Params, matrices
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.types import Tensor
 
-QUANTISED_EXPERTS = "quantised experts"  # a reason against the fast forms
 LayerFunction = Callable[..., Tensor]  # with the signature of a model's `layer`
 HeadFunction = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # with the signature of `layers.head`
 

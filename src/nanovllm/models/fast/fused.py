@@ -13,7 +13,7 @@ from nanovllm.models.common import decoder, layers
 from nanovllm.models.common.batch import Batch
 from nanovllm.models.common.hidden import require_layer
 from nanovllm.models.common.params import Layer, Params
-from nanovllm.models.fast.choice import QUANTISED_EXPERTS, FastChoice, LayerFunction, beyond, by_layer
+from nanovllm.models.fast.choice import FastChoice, LayerFunction, beyond, by_layer
 from nanovllm.models.fast.cuts import DEFAULT, Cuts, StepCuts, with_cuts
 from nanovllm.ops.attention.paged_prefill import paged_prefill
 from nanovllm.ops.attention.rope_attend import rope_attend, rope_write
@@ -39,8 +39,8 @@ def unknown(params: Params[Any], config: ModelConfig) -> str:
     """The feature of a model that the kernels do not support; empty if they support all."""
     if known := beyond(params, config):
         return known
-    if any(w.experts is not None and _quantised(w.experts.gate_up, w.experts.down) for w in params.layers):
-        return QUANTISED_EXPERTS
+    if any(w.experts is not None and _quantised(w.experts.gate_up) != _quantised(w.experts.down) for w in params.layers):
+        return "experts of which only one matrix is quantised"
     if any(w.gate_up_bias is not None for w in params.layers):
         return "biases of gates"
     return "norms after experts" if any(w.experts is not None and w.down_norm is not None for w in params.layers) else ""
@@ -64,8 +64,8 @@ def _serves_few(matrix: Tensor | QuantisedMatrix, gated: bool, like: Tensor, num
     return few.serves(like.device, like.dtype, num_tokens, matrix.shape[1], gated)
 
 
-def _quantised(*matrices: Any) -> bool:
-    return any(isinstance(matrix, QuantisedMatrix) for matrix in matrices)
+def _quantised(matrix: Any) -> bool:
+    return isinstance(matrix, QuantisedMatrix)
 
 
 @overload

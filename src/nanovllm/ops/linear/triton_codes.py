@@ -5,8 +5,8 @@ mantissa bits of a number whose exponent is known, and the known part is subtrac
 computed by plain operations, which Triton's interpreter can run.
 """
 
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
-# (assembly kept as `tl.constexpr`, and types of kernels' arguments)
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# (assembly kept as `tl.constexpr`, types of kernels' arguments, and functions that return several tensors)
 
 import triton
 import triton.language as tl
@@ -182,3 +182,40 @@ def four(base, at, there):
             (word >> 48).to(tl.int16).to(kind, bitcast=True).to(tl.float32),
         )
     return a, b, c, d
+
+
+@triton.jit
+def scale_at(values, row, column, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr):
+    """Load the scales or zeros of rows of scales for a column, or for columns. Columns beyond K get those of the last one."""
+    return tl.load(values + row * GROUPS + tl.minimum(column, K - 1) // GROUP)
+
+
+@triton.jit
+def weight_tiles(
+    codes, scales, zeros, row, column, K: tl.constexpr, NIBBLES: tl.constexpr, FP8: tl.constexpr, SPREAD: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr, D: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Convert a tile of codes to one or two tiles of numbers: low and high nibbles, or twice the same tile of 8 bits.
+
+    With `SPREAD`, they are the dequantised weights, of columns `column` ... + D - 1 and, of high nibbles, those + 64. Otherwise they are
+    codes minus zeros, which have few enough bits to be exact.
+    """
+    if NIBBLES:
+        low, high = nibbles(codes, dtype, ASM)
+    else:
+        low = numbers(codes, dtype, FP8, ASM)
+        high = low
+    if SPREAD:
+        columns = column + tl.arange(0, D)[None, :]
+        scale = scale_at(scales, row[:, None], columns, K, GROUP, GROUPS).to(tl.float32)
+        zero = scale_at(zeros, row[:, None], columns, K, GROUP, GROUPS).to(tl.float32) if ZEROS else 0.0
+        low = ((low.to(tl.float32) - zero) * scale).to(dtype)
+        if NIBBLES:
+            scale = scale_at(scales, row[:, None], columns + 64, K, GROUP, GROUPS).to(tl.float32)
+            zero = scale_at(zeros, row[:, None], columns + 64, K, GROUP, GROUPS).to(tl.float32) if ZEROS else 0.0
+            high = ((high.to(tl.float32) - zero) * scale).to(dtype)
+    elif ZEROS:
+        low -= scale_at(zeros, row, column, K, GROUP, GROUPS).to(tl.float32).to(dtype)[:, None]
+        if NIBBLES:
+            high -= scale_at(zeros, row, column + 64, K, GROUP, GROUPS).to(tl.float32).to(dtype)[:, None]
+    return low, high

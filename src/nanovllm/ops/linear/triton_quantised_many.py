@@ -17,7 +17,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.ops.linear.quantised_tiles import ManyTile, scale_form
-from nanovllm.ops.linear.triton_codes import nibbles, numbers
+from nanovllm.ops.linear.triton_codes import scale_at as _at
+from nanovllm.ops.linear.triton_codes import weight_tiles as _weights
 from nanovllm.ops.linear.triton_many_rows import ask
 from nanovllm.ops.triton_parts import activated, rounded
 from nanovllm.types import Float, Float32, Tensor
@@ -26,43 +27,6 @@ LINE = 128  # bytes of a cache line of L2
 MOST_ASKED = 1024  # bytes of each output's codes that a program prefetches into L2 before it waits
 WRITTEN = 64  # bytes of codes of a row that a program of `_dequantise` reads
 HEIGHT = 16  # rows of a program of `_dequantise`
-
-
-@triton.jit
-def _at(values, row, column, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr):
-    """Load the scales or zeros of rows of scales for a column, or for columns. Columns beyond K get those of the last one."""
-    return tl.load(values + row * GROUPS + tl.minimum(column, K - 1) // GROUP)
-
-
-@triton.jit
-def _weights(
-    codes, scales, zeros, row, column, K: tl.constexpr, NIBBLES: tl.constexpr, FP8: tl.constexpr, SPREAD: tl.constexpr,
-    GROUP: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr, D: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """Convert a tile of codes to one or two tiles of numbers: low and high nibbles, or twice the same tile of 8 bits.
-
-    With `SPREAD`, they are the dequantised weights, of columns `column` ... + D - 1 and, of high nibbles, those + 64. Otherwise they are
-    codes minus zeros, which have few enough bits to be exact.
-    """
-    if NIBBLES:
-        low, high = nibbles(codes, dtype, ASM)
-    else:
-        low = numbers(codes, dtype, FP8, ASM)
-        high = low
-    if SPREAD:
-        columns = column + tl.arange(0, D)[None, :]
-        scale = _at(scales, row[:, None], columns, K, GROUP, GROUPS).to(tl.float32)
-        zero = _at(zeros, row[:, None], columns, K, GROUP, GROUPS).to(tl.float32) if ZEROS else 0.0
-        low = ((low.to(tl.float32) - zero) * scale).to(dtype)
-        if NIBBLES:
-            scale = _at(scales, row[:, None], columns + 64, K, GROUP, GROUPS).to(tl.float32)
-            zero = _at(zeros, row[:, None], columns + 64, K, GROUP, GROUPS).to(tl.float32) if ZEROS else 0.0
-            high = ((high.to(tl.float32) - zero) * scale).to(dtype)
-    elif ZEROS:
-        low -= _at(zeros, row, column, K, GROUP, GROUPS).to(tl.float32).to(dtype)[:, None]
-        if NIBBLES:
-            high -= _at(zeros, row, column + 64, K, GROUP, GROUPS).to(tl.float32).to(dtype)[:, None]
-    return low, high
 
 
 @triton.jit(do_not_specialize=["B"])  # the number of rows: one kernel for all

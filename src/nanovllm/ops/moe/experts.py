@@ -78,27 +78,28 @@ def experts(
         >>> [round(value, 3) for value in y[0].tolist()]  # silu(2) * 2, twice
         [3.523, 3.523]
     """
-    _require_fit(x, gate_up, down, chosen, weights, act)
+    require_fit(x, gate_up.shape, down.shape, chosen, weights, act)
+    if not x.dtype == gate_up.dtype == down.dtype:
+        raise ExpertsMismatchError(f"x, gate_up and down must have one dtype, got {x.dtype}, {gate_up.dtype} and {down.dtype}")
     return torch.ops.nanovllm.experts.default(x, gate_up, down, chosen, weights, act)
 
 
-def _require_fit(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, act: str) -> None:
+def require_fit(x: Tensor, gate_up: torch.Size, down: torch.Size, chosen: Tensor, weights: Tensor, act: str) -> None:
+    """Raise `ExpertsMismatchError` if tensors do not fit together. `gate_up` and `down` are the shapes of the matrices."""
     if act not in ACTS:
         raise ExpertsMismatchError(f"activation {act!r} is not one of {', '.join(ACTS)}")
-    dims = (x.dim(), gate_up.dim(), down.dim(), chosen.dim(), weights.dim())
+    dims = (x.dim(), len(gate_up), len(down), chosen.dim(), weights.dim())
     if dims != (2, 3, 3, 2, 2):
         raise ExpertsMismatchError(f"x, gate_up, down, chosen and weights need 2, 3, 3, 2 and 2 axes, got {', '.join(map(str, dims))}")
-    (num, outputs, inner), (tokens, width) = down.shape, x.shape
-    if outputs != width or gate_up.shape[0] != num or gate_up.shape[1] != 2 * inner or gate_up.shape[2] != width:
+    (num, outputs, inner), (tokens, width) = down, x.shape
+    if outputs != width or tuple(gate_up) != (num, 2 * inner, width):
         raise ExpertsMismatchError(
-            f"x {tuple(x.shape)}, gate_up {tuple(gate_up.shape)} and down {tuple(down.shape)} are not [T, M], [E, 2 F, M] and [E, M, F]"
+            f"x {tuple(x.shape)}, gate_up {tuple(gate_up)} and down {tuple(down)} are not [T, M], [E, 2 F, M] and [E, M, F]"
         )
     if chosen.shape[0] != tokens or weights.shape[0] != tokens or chosen.shape[1] != weights.shape[1] or not 1 <= chosen.shape[1] <= num:
         raise ExpertsMismatchError(
             f"chosen {tuple(chosen.shape)} and weights {tuple(weights.shape)} are not both [T, k] of {tokens} tokens and {num} experts"
         )
-    if not x.dtype == gate_up.dtype == down.dtype:
-        raise ExpertsMismatchError(f"x, gate_up and down must have one dtype, got {x.dtype}, {gate_up.dtype} and {down.dtype}")
     if chosen.dtype not in (torch.int32, torch.int64) or not weights.dtype.is_floating_point:
         raise ExpertsMismatchError(f"chosen must be int32 or int64 and weights floating-point, got {chosen.dtype} and {weights.dtype}")
 

@@ -1,11 +1,17 @@
 """`quantised_experts`: a mixture of experts whose matrices are quantised."""
 
+from dataclasses import replace
+
 import torch
 
+from nanovllm.ops.backends import dependent_launch, own_kernels, shared_memory
 from nanovllm.ops.linear.quantised import QuantisedMatrix
-from nanovllm.ops.moe.experts import every_expert, experts
+from nanovllm.ops.linear.quantised_tiles import HELD, MOST_HELD, PROGRAMS, VECTOR, FewTile, many_tile, regular, steps_of
+from nanovllm.ops.moe.experts import ExpertsMismatchError, every_expert, experts, require_fit
+from nanovllm.ops.moe.tiles import QuantisedFewTiles, QuantisedGroupedTiles
 from nanovllm.types import Tensor
 
+MOST_WARPS = 8  # of a program for few tokens
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
 _MATRIX = "Tensor {0}_codes, Tensor {0}_scales, Tensor? {0}_zeros, Tensor? {0}_order, int {0}_columns, int {0}_group, int {0}_rows"
 _LIBRARY.define(
@@ -18,8 +24,15 @@ def quantised_experts(x: Tensor, gate_up: QuantisedMatrix, down: QuantisedMatrix
     """Compute `experts` for quantised matrices `[E, 2 F, M]` and `[E, M, F]`. Arguments and result are those of `experts`.
 
     Schema: `nanovllm::quantised_experts`, with the tensors and the sizes of each matrix in a row. On a CPU the chosen experts are
-    dequantised; on a GPU all are, one after another, so that no shape depends on the routing.
+    dequantised. On a GPU with Triton, kernels read the codes, in bfloat16 and float16, in as many launches as `experts` takes, so that one
+    captured call serves any routing. Otherwise all experts are dequantised there, one after another.
+
+    Raises:
+        ExpertsMismatchError: As in `experts`, or the scales, zeros or order of a matrix do not fit its codes.
     """
+    require_fit(x, gate_up.shape, down.shape, chosen, weights, act)
+    for matrix in (gate_up, down):
+        _require_parts(matrix)
     return torch.ops.nanovllm.quantised_experts.default(x, *_spread(gate_up), *_spread(down), chosen, weights, act)
 
 
@@ -41,6 +54,16 @@ def plain_experts(
 
 def _full(matrix: Tensor | QuantisedMatrix, dtype: torch.dtype) -> Tensor:
     return matrix.dequantised(dtype) if isinstance(matrix, QuantisedMatrix) else matrix
+
+
+def _require_parts(matrix: QuantisedMatrix) -> None:
+    """Raise `ExpertsMismatchError` if parts of a matrix do not fit together: kernels read memory by their shapes."""
+    num, outputs, columns = matrix.shape
+    grid = num, -(-outputs // matrix.rows), -(-columns // matrix.group)
+    parts = {"scales": (matrix.scales, grid), "zeros": (matrix.zeros, grid), "order": (matrix.order, (columns,))}
+    for name, (part, shape) in parts.items():
+        if part is not None and tuple(part.shape) != shape:
+            raise ExpertsMismatchError(f"quantised experts {tuple(matrix.shape)} have {name} {tuple(part.shape)}, expected {shape}")
 
 
 def _spread(matrix: QuantisedMatrix) -> tuple[Tensor | int | None, ...]:
@@ -68,11 +91,82 @@ def _cpu(x: Tensor, *given) -> Tensor:
 
 def _cuda(x: Tensor, *given) -> Tensor:
     gate_up, down, (chosen, weights, act) = _gathered(given[:7]), _gathered(given[7:14]), given[14:]
+    if x.shape[0] == 0:
+        return x.new_empty(x.shape)
+    if own_kernels(x.device, x.dtype) and _contiguous(gate_up) and _contiguous(down):
+        from nanovllm.ops.moe import triton_quantised_experts
+
+        new = dependent_launch(x.device)
+        tokens, k = chosen.shape
+        tiles = tiles_of(tokens, k, gate_up, down, shared_memory(x.device))
+        routing = chosen.contiguous(), weights.contiguous()
+        return triton_quantised_experts.launch(x.contiguous(), gate_up, down, *routing, act, tiles, new, new)
+    return _one_by_one(x, gate_up, down, chosen, weights, act)
+
+
+def _contiguous(matrix: QuantisedMatrix) -> bool:
+    return all(each is None or each.is_contiguous() for each in (matrix.codes, matrix.scales, matrix.zeros, matrix.order))
+
+
+def _one_by_one(x: Tensor, gate_up: QuantisedMatrix, down: QuantisedMatrix, chosen: Tensor, weights: Tensor, act: str) -> Tensor:
     total = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
     for e in range(down.shape[0]):
         own = torch.where(chosen == e, 0, 1)  # of one expert, number 0; a pair of another has number 1, which does not exist
         total += every_expert(x, gate_up[e].dequantised(x.dtype)[None], down[e].dequantised(x.dtype)[None], own, weights, act)
     return total.to(x.dtype)
+
+
+def tiles_of(
+    tokens: int, k: int, gate_up: QuantisedMatrix, down: QuantisedMatrix, memory: int
+) -> QuantisedFewTiles | QuantisedGroupedTiles:
+    """Choose the tile configuration for a number of tokens, by the rule of `experts.tiles_of`.
+
+    Args:
+        tokens: Number of tokens.
+        k: Experts per token.
+        gate_up: Gate and up projections of all experts.
+        down: Down projections of all experts.
+        memory: Shared memory that one program may use, in bytes.
+    """
+    num, width, inner = down.shape
+    first, second = few_tile(gate_up, 2, tokens * k * inner), few_tile(down, k, tokens * width)
+    if first is not None and second is not None and (tokens == 1 or 2 * tokens * k <= num):
+        return QuantisedFewTiles(gate_up=first, down=second)
+    return grouped_tiles(tokens * k / num, gate_up, down, memory)
+
+
+def few_tile(matrix: QuantisedMatrix, at_once: int, outputs: int) -> FewTile | None:
+    """Choose the tile configuration for few tokens; None if the kernels for few tokens do not serve the matrix.
+
+    Args:
+        matrix: The matrices of all experts.
+        at_once: Rows of codes that an output needs: gate and up, or those of all experts of a token.
+        outputs: Outputs of all programs together.
+    """
+    if not regular(replace(matrix, order=None)):  # inputs in another order are gathered before
+        return None
+    warps = 1
+    while warps < MOST_WARPS and steps_of(matrix, warps) > (2 if warps < MOST_WARPS // 2 else 4):
+        warps *= 2
+    while warps < MOST_WARPS and steps_of(matrix, warps) * VECTOR // 4 * at_once > HELD:
+        warps *= 2
+    held = steps_of(matrix, warps) * VECTOR // 4 * at_once
+    if held > MOST_HELD:
+        return None
+    each = 1 << max(0, (HELD // held).bit_length() - 1)
+    while each > 2 and outputs // each < PROGRAMS:
+        each //= 2
+    return FewTile(outputs=min(each, 16), warps=warps)
+
+
+def grouped_tiles(pairs: float, gate_up: QuantisedMatrix, down: QuantisedMatrix, memory: int) -> QuantisedGroupedTiles:
+    """Choose blocks that hold all pairs of most experts, given the average number of pairs per expert."""
+    rows = 16 if pairs <= 8 else 32 if pairs <= 24 else 64 if pairs <= 96 else 128
+    while True:
+        first, second = (many_tile(matrix[0], rows, gated, 0, memory) for matrix, gated in ((gate_up, True), (down, False)))
+        if first.rows == second.rows:
+            return QuantisedGroupedTiles(gate_up=first, down=second)
+        rows = min(first.rows, second.rows)
 
 
 _LIBRARY.impl("quantised_experts", _cpu, "CPU")

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from nanovllm.ops.linear.quantised_tiles import FewTile, ManyTile
 from nanovllm.ops.linear.tiles import Tile, WideTile
 
 
@@ -19,3 +20,19 @@ class GroupedTiles:
 
     gate_up: WideTile
     down: WideTile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantisedFewTiles:
+    """As `FewTiles`, for quantised experts. `depth` is 0 in both."""
+
+    gate_up: FewTile
+    down: FewTile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantisedGroupedTiles:
+    """As `GroupedTiles`, for quantised experts. `gate_up.rows` and `down.rows` are equal, and `parts` is 1 in both."""
+
+    gate_up: ManyTile
+    down: ManyTile

@@ -262,16 +262,22 @@ def _launch_grouped(
     first, second = tiles.gate_up, tiles.down
     h, parts, y = x.new_empty(tokens * k, inner), x.new_empty(tokens * k, width), torch.empty_like(x)
     order, table, blocks = sort(chosen, num, first.rows, pdl)
-    kernels: tuple[Any, ...] = (_grouped, _combine)
-    grouped, combine = kernels
+    grouped: Any = _grouped
     for source, weight, target, tile, gated in ((x, gate_up, h, first, True), (h, down, parts, second, False)):
         outputs, inputs = target.shape[1], source.shape[1]
         grouped[(blocks * triton.cdiv(outputs, tile.outputs),)](
             source, weight, order, table, target, blocks, outputs, inputs, k, GROUP, tile.rows, tile.outputs, tile.depth, tile.stages,
             act, gated, pdl, **_options(tile.warps, pdl),
         )  # fmt: skip
-    combine[(tokens, triton.cdiv(width, COMBINED))](parts, weights, y, width, k, COMBINED, pdl, **_options(4, pdl))
+    combine(parts, weights, y, pdl)
     return y
+
+
+def combine(parts: Float[Tensor, "pairs M"], weights: Float[Tensor, "T k"], y: Float[Tensor, "T M"], pdl: bool) -> None:
+    """Donates `y`. Write the weighted sums of each token's parts. All tensors are contiguous."""
+    (tokens, k), width = weights.shape, y.shape[1]
+    kernel: Any = _combine
+    kernel[(tokens, triton.cdiv(width, COMBINED))](parts, weights, y, width, k, COMBINED, pdl, **_options(4, pdl))
 
 
 def sort(

@@ -19,22 +19,28 @@ from nanovllm.entrypoints.cli import main as cli
 from nanovllm.entrypoints.cli.bench import command, peers, report, scaling, stopwatch, workloads
 from nanovllm.entrypoints.cli.bench.environment import record
 from nanovllm.entrypoints.cli.bench.journal import Journal
-from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES
+from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES, random_weights
+from nanovllm.entrypoints.cli.bench.model_shapes import random_model as random_model_of
 from nanovllm.entrypoints.cli.bench.plot import decades, draw, number, steps
 from nanovllm.entrypoints.cli.bench.roofline import (
     Ceiling,
     decode_bytes,
     decode_work,
     limit_seconds,
+    matrix_bytes,
     measure_ceiling,
     num_weights,
+    prompt_bytes,
     prompt_work,
     prompts_and_decode,
     step_bytes,
+    weight_bytes,
 )
 from nanovllm.entrypoints.cli.bench.stopwatch import Engine, host_time
 from nanovllm.entrypoints.cli.bench.workloads import WORKLOADS, Measured, Spent, measure
 from nanovllm.entrypoints.display.tables import WORDS, aligned
+from nanovllm.loading.quantisation.rounding import Rounding, rounded_params
+from nanovllm.ops.linear.quantise import Kind
 from nanovllm.testing.models import random_model, save_hf_folder, tiny_config
 
 # By hand: of a layer q 8x4, k and v 2x4 each, o 4x8, gate and up 6x4 each, down 4x6; two layers; a head of 10x4.
@@ -62,6 +68,37 @@ def test_bytes_of_a_real_shape() -> None:
     config = SHAPES["qwen3-0.6b"]
     assert step_bytes(config, torch.bfloat16, 1, 0) == pytest.approx(2 * 596e6, rel=1e-3)
     assert step_bytes(config, torch.bfloat16, 1, 1) - step_bytes(config, torch.bfloat16, 1, 0) == 112 * 1024
+
+
+def test_quantised_matrices_count_with_the_bytes_of_their_codes_and_scales() -> None:
+    whole, moe = SMALL, tiny_config("Qwen3MoeForCausalLM", dtype="bfloat16")
+    cases: list[tuple[ModelConfig, Kind, bool]] = [
+        (whole, "int8", False),
+        (whole, "int8", True),
+        (whole, "int4", False),
+        (moe, "fp8", True),
+    ]
+    for config, kind, head in cases:
+        model = random_model_of("small", config, device="cpu", dtype="bfloat16")
+        plain = matrix_bytes(model.params, config)
+        assert plain.dense + plain.experts + plain.head == weight_bytes(config, torch.bfloat16)
+        assert step_bytes(config, torch.bfloat16, 3, 10, held=plain) == step_bytes(config, torch.bfloat16, 3, 10)
+        params = rounded_params(model.params, Rounding(kind=kind, head=head))
+        held = matrix_bytes(params, config)
+        if config is whole and kind == "int8":  # a byte per code, and 4 per row: of q, k and v 12, of o 4, of gate and up 12, of down 4
+            assert (held.dense, held.experts) == (LAYERS + 2 * 4 * (12 + 4 + 12 + 4), 0)
+            assert held.head == (HEAD + 10 * 4 if head else 2 * HEAD)
+        elif config is whole:  # 128 columns are 64 bytes with a scale of 2, and no matrix has more
+            assert held.dense == 2 * (12 + 4 + 12 + 4) * 66
+        else:
+            each = [w.experts for w in params.layers if w.experts is not None]
+            assert held.experts == sum(w.gate_up.nbytes + w.down.nbytes for w in each) and held.experts < 0.7 * plain.experts
+            assert config.moe is not None
+            share = config.moe.top_k / config.moe.num_experts
+            assert weight_bytes(config, torch.bfloat16, 1, held) == held.dense + round(held.experts * share) + held.head
+        work = decode_work([9], [3])
+        assert decode_bytes(config, torch.bfloat16, work, held) < decode_bytes(config, torch.bfloat16, work) or kind == "int4"
+        assert prompt_bytes(config, torch.bfloat16, prompt_work([9]), held) == weight_bytes(config, torch.bfloat16, 9, held)
 
 
 def test_work_adds_up_step_by_step() -> None:
@@ -374,9 +411,27 @@ def test_a_journal_replaces_whole_files_and_is_quiet_without_one(
     assert capsys.readouterr().err == "here\n"
 
 
+@pytest.mark.unhooked  # hundreds of steps, which the hook makes five to nine times as long
+def test_bench_rounds_weights_and_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(SHAPES, "small", tiny_config(max_position_embeddings=1024, dtype="bfloat16"))
+    where = ["--model", "small", "--device", "cpu", "--quantization", "int8"]  # in float32, as on every CPU
+    file = tmp_path / "run.json"
+    assert cli.main(["bench", *where, "--quantize-head", "--which", "b1", "--repeats", "1", "--output", str(file)]) == 0
+    result, told = json.loads(file.read_text()), "int8 with a scale per row, rounded while loading, the head too"
+    assert result["quantization"] == told and f"float32 and {told}," in capsys.readouterr().out
+    held = matrix_bytes(random_weights("small", device="cpu", quantization="int8", quantize_head=True).params, SHAPES["small"])
+    assert result["workloads"][1]["step_bytes"] == held.dense + held.head  # a prompt reads each matrix once
+    assert cli.main(["profile", *where, "--steps", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["quantization"] == told.removesuffix(", the head too")
+    for one in ("bench", "profile"):
+        assert cli.main([one, *where[:4], "--quantize-head"]) == 2
+        assert "quantize_head=True needs quantization" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
+        (["--peer", "transformers", "--quantization", "fp8"], "runs weights that are not rounded; omit --quantization or --peer"),
         (["--peer", "nobody"], "unknown peer 'nobody'; choose from transformers: measure other engines with their own programs"),
         (["--plot", "bench.png"], "ends with .svg"),
         (["--output", "bench.svg"], "ends with .json"),

@@ -7,6 +7,7 @@ import tempfile
 from collections import namedtuple
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -101,8 +102,8 @@ def test_the_second_start_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
 
-    def fake(model: nv.Model, folder: Path, tuning: Path | bool | None, environment: Mapping[str, str]) -> start.Start:
-        assert tuning is None and (folder / "config.json").is_file()
+    def fake(model: nv.Model, folder: Path, tuning: Path | bool | None, how: Any, environment: Mapping[str, str]) -> start.Start:
+        assert tuning is None and not how and (folder / "config.json").is_file()
         assert "PYTHONDONTWRITEBYTECODE" not in environment and Path(environment["PYTHONPYCACHEPREFIX"]).is_dir()
         folders.append(folder)
         return start.Start(imports_s=float(len(folders)), weights_s=0.0, engine_s=0.0, first_token_s=0.0)
@@ -153,7 +154,8 @@ def test_a_start_is_by_the_cuts_that_were_asked_for(given: Path | bool | None, m
 def test_the_option_reaches_the_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     seen = []
 
-    def fake(model: nv.Model, name: str, tuning: Path | bool | None, *, bare: bool) -> start.Start:
+    def fake(model: nv.Model, name: str, tuning: Path | bool | None, how: Mapping[str, Any], *, bare: bool) -> start.Start:
+        assert how == {"quantization": None, "quantize_head": False}
         seen.append((tuning, bare))
         raise start.StartError("enough")
 
@@ -161,6 +163,18 @@ def test_the_option_reaches_the_start(monkeypatch: pytest.MonkeyPatch, capsys: p
     for more in ([], ["--tuning", "off"]):
         assert cli.main(["bench", "--which", "start,bare", *WHERE, *more]) == 0
     assert seen == [(None, False), (None, True), (False, False), (False, True)] and "enough" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["small", "tiny"])
+def test_the_new_process_rounds_weights_as_the_run_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random weights are written to a folder whole, and rounded again by the process that loads them."""
+    told = "class Told(Exception): pass\n\ndef tell(model, *, tuning): raise Told(model.quantization)\n\nnv.init_state = tell\n"
+    monkeypatch.setattr(start, "PROGRAM", start.PROGRAM.replace("marks = [began", told + "marks = [began"))
+    how: dict[str, Any] = {"quantization": "int8", "quantize_head": True}
+    model = nv.load_model("tiny", device="cpu", **how) if name == "tiny" else random_weights(name, device="cpu", **how)
+    with pytest.raises(start.StartError) as error:
+        start.measure_start(model, name, None, how)
+    assert str(error.value).endswith("Told: int8 with a scale per row, rounded while loading, the head too")
 
 
 def test_a_start_that_does_not_end_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

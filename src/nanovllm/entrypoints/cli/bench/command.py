@@ -11,13 +11,24 @@ from typing import Any
 import torch
 
 from nanovllm.config import ModelConfig, for_length
-from nanovllm.entrypoints.arguments import DEVICE, DTYPE, TUNING, add_source, positive, positives, source, tuning
+from nanovllm.entrypoints.arguments import (
+    DEVICE,
+    DTYPE,
+    TUNING,
+    add_quantization,
+    add_source,
+    positive,
+    positives,
+    rounding,
+    source,
+    tuning,
+)
 from nanovllm.entrypoints.cli.bench import report, scaling
 from nanovllm.entrypoints.cli.bench.journal import Journal
 from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES, random_weights, require_no_revision
 from nanovllm.entrypoints.cli.bench.peers import PEERS, find_peers
 from nanovllm.entrypoints.cli.bench.plot import draw
-from nanovllm.entrypoints.cli.bench.roofline import Ceiling, measure_ceiling
+from nanovllm.entrypoints.cli.bench.roofline import Ceiling, matrix_bytes, measure_ceiling
 from nanovllm.entrypoints.cli.bench.startup import StartError, measure_start, too_large
 from nanovllm.entrypoints.cli.bench.stopwatch import Engine, host_time
 from nanovllm.entrypoints.cli.bench.workloads import LONGEST, TIMED, WORKLOADS, Generate, Measured, measure
@@ -28,6 +39,7 @@ from nanovllm.errors import InvalidRequestError
 from nanovllm.executor.executor import runtime_of
 from nanovllm.loading.hub import resolve_folder
 from nanovllm.loading.load_model import load_model, read_config, resolve_device
+from nanovllm.loading.quantisation.rounding import require_rounding
 from nanovllm.models.model import Model
 
 DESCRIPTION = """\
@@ -64,8 +76,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--commit", default=None, help="the commit to record (default: the commit of the git checkout)")
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `bench`, `profile` and `tune` for the model: its name, where it is loaded from, its device and its dtype."""
+def add_model_arguments(parser: argparse.ArgumentParser, *, rounds: bool = True) -> None:
+    """The options of `bench`, `profile` and `tune` for the model: its name, where it is loaded from, its device, its dtype, its rounding.
+
+    Without `rounds` there is no option for rounding, and weights are not rounded.
+    """
     where = (
         f"tiny, a folder, a repository in the Hugging Face cache, or random weights of one of these shapes: {', '.join(SHAPES)} "
         f"(default: {GPU_MODEL} on a GPU, tiny on a CPU)"
@@ -74,6 +89,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add_source(parser)
     parser.add_argument("--device", metavar="D", help=DEVICE)
     parser.add_argument("--dtype", metavar="T", help=DTYPE)
+    if rounds:
+        add_quantization(parser)
+    else:
+        parser.set_defaults(quantization=None, quantize_head=False)
 
 
 def model_name(options: argparse.Namespace) -> str:
@@ -86,8 +105,8 @@ def find_model(options: argparse.Namespace) -> tuple[Model, str]:
     device, name = resolve_device(options.device), model_name(options)
     if name in SHAPES:
         require_no_revision(name, options.revision)
-        return random_weights(name, device=device, dtype=options.dtype), name
-    return load_model(name, device, options.dtype, **source(options)), name
+        return random_weights(name, device=device, dtype=options.dtype, **rounding(options)), name
+    return load_model(name, device, options.dtype, **source(options), **rounding(options)), name
 
 
 def find_workloads(which: str | None, name: str, *, cuda: bool, **where: Any) -> tuple[list[str], list[dict[str, str]]]:
@@ -119,7 +138,10 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
     """Run the chosen workloads, print tables or one JSON object, and write the files that were asked for. Returns 0."""
     device = resolve_device(options.device)
     cuda = device.type == "cuda"
+    require_rounding(**rounding(options))
     peers = find_peers(options.peer)
+    if peers and options.quantization:
+        raise InvalidRequestError(f"--peer {options.peer[0]}: it runs weights that are not rounded; omit --quantization or --peer")
     require_output(options.output, replaced=True)
     plot = _plot_path(options)
     require_output(plot)
@@ -133,9 +155,9 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
     settings = _settings(options, cuda)
     journal = Journal(model, " ".join(("nanovllm bench", *arguments)), options.commit, options.output)
     if "start" in which:  # before our engine takes the device's memory: a second process starts an engine
-        left_out += _start(model, _place(name, options.revision), options.tuning, journal)
+        left_out += _start(model, _place(name, options.revision), options, journal)
     if "bare" in which:
-        left_out += _start(model, _place(name, options.revision), options.tuning, journal, bare=True)
+        left_out += _start(model, _place(name, options.revision), options, journal, bare=True)
     if left_out:
         journal.set({"left_out": left_out})
     ceiling = measure_ceiling(device, model.dtype)
@@ -150,9 +172,9 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
     tuned = {"tuning": None if cuts is None else Path(cuts.source).name}
     journal.set({"init_s": round(time.perf_counter() - start, 2), "roofline": report.ceiling_json(ceiling)} | tuned)
     freeze()
-    rows = []
+    rows, held = [], matrix_bytes(model.params, model.config)
     for one in _measured(engine.generate, engine.name, which, model, options.repeats, engine):
-        rows.append(report.row(one, model.config, model.dtype, ceiling))
+        rows.append(report.row(one, model.config, model.dtype, ceiling, held))
         journal.add({one.key: one.figure, "workloads": rows})
         journal.tell(f"{engine.name}: {one.key} {one.figure:,}")
     if "host" in which:
@@ -195,11 +217,11 @@ def _obstacle(workload: str, name: str, config: ModelConfig) -> str | None:
     return too_large(name, config) if workload in ("start", "bare") else None
 
 
-def _start(model: Model, place: str, tuning: Path | bool | None, journal: Journal, *, bare: bool = False) -> list[dict[str, str]]:
+def _start(model: Model, place: str, options: argparse.Namespace, journal: Journal, *, bare: bool = False) -> list[dict[str, str]]:
     """Measure the start of a process. Returns the workload and the error in a list if that fails."""
     name = "bare" if bare else "start"
     try:
-        start = measure_start(model, place, tuning, bare=bare)
+        start = measure_start(model, place, options.tuning, rounding(options), bare=bare)
     except StartError as error:
         left = [{"workload": name, "why": str(error)}]
         note(*report.left_out({"left_out": left}))

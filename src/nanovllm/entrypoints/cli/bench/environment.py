@@ -47,5 +47,6 @@ def record(model: Model, figures: Mapping[str, Any], command: str, at: str | Non
         "command": command,
         "model": model.name,
         "dtype": str(model.dtype).removeprefix("torch."),
+        "quantization": model.quantization or None,
         **figures,
     }

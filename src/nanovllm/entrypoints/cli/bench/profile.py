@@ -19,6 +19,7 @@ from nanovllm.entrypoints.arguments import TUNING, positive, tuning
 from nanovllm.entrypoints.cli.bench.command import add_model_arguments, find_model
 from nanovllm.entrypoints.cli.bench.environment import record
 from nanovllm.entrypoints.cli.bench.kernel_table import Kernel, as_json, kernels, table
+from nanovllm.entrypoints.cli.bench.report import about
 from nanovllm.entrypoints.cli.bench.stopwatch import Engine, room_for, start_decoding, time_steps
 from nanovllm.entrypoints.cli.bench.workloads import random_tokens
 from nanovllm.entrypoints.display.terminal import note
@@ -96,7 +97,7 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
 def text(result: dict[str, Any], found: Profile, top: int, *, cuda: bool) -> str:
     """The profile as text: model and device, times per step, and the table of kernels."""
     busy = sum(kernel.us for kernel in found.kernels)
-    where = f"{result['model']}, {result['dtype']}, {result['gpu'] or result['cpu']}, commit {result['commit']}: {result['what']}"
+    where = f"{about(result)}: {result['what']}"
     took = f"{found.step_us:,.0f} us per step, {found.host_us:,.0f} us of host work outside the model's calls"
     took += " (on a GPU it overlaps the next step)" if cuda else ""
     made = f"{'kernels' if cuda else 'ops'}, under the profiler: {busy:,.0f} us per step"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from nanovllm.config import ModelConfig
-from nanovllm.entrypoints.cli.bench.roofline import Ceiling, decode_bytes, limit_seconds, prompt_bytes
+from nanovllm.entrypoints.cli.bench.roofline import Ceiling, MatrixBytes, decode_bytes, limit_seconds, prompt_bytes
 from nanovllm.entrypoints.cli.bench.workloads import PROMPT, Measured
 from nanovllm.entrypoints.display.tables import Cells, aligned
 
@@ -18,15 +18,16 @@ HOST = (
 )
 
 
-def row(one: Measured, config: ModelConfig, dtype: torch.dtype, ceiling: Ceiling) -> dict[str, Any]:
+def row(one: Measured, config: ModelConfig, dtype: torch.dtype, ceiling: Ceiling, held: MatrixBytes | None = None) -> dict[str, Any]:
     """A measured workload and its roofline, as a JSON object.
 
     `step_ms` is the mean time of a decode step, and `step_bytes` the bytes that it must read. For a time to the first token, they are
-    the time and the bytes of the whole. `roofline_percent` is the least possible time divided by the measured time.
+    the time and the bytes of the whole. `roofline_percent` is the least possible time divided by the measured time. `held` are the bytes of
+    the matrices; None if all are in `dtype`.
     """
-    limit = limit_seconds(config, dtype, one.work, ceiling)
+    limit = limit_seconds(config, dtype, one.work, ceiling, held)
     steps = one.steps or one.work.steps or 1
-    moved = decode_bytes(config, dtype, one.work) if one.work.steps else prompt_bytes(config, dtype, one.work)
+    moved = (decode_bytes if one.work.steps else prompt_bytes)(config, dtype, one.work, held)
     rates = {"tok_s": one.figure, "roofline_tok_s": round(one.tokens / limit, 1)} if one.work.steps else {}
     return {
         "workload": one.workload,
@@ -68,8 +69,9 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 
 def about(result: Mapping[str, Any]) -> str:
-    """Model, device, commit and ceiling in one line."""
-    line = f"{result['model']}, {result['dtype']}, {result['gpu'] or result['cpu']}, commit {result['commit']}"
+    """Model, quantisation, device, commit and ceiling in one line."""
+    how = f" and {result['quantization']}" if result.get("quantization") else ""
+    line = f"{result['model']}, {result['dtype']}{how}, {result['gpu'] or result['cpu']}, commit {result['commit']}"
     line += ", tuned" if result.get("tuning") else ""
     line += ", cut short" if result.get("unfinished") else ""
     ceiling = result.get("roofline")

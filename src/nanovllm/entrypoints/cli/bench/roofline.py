@@ -8,14 +8,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from nanovllm.config import ModelConfig
-from nanovllm.models.common.params import ParamInfo
+from nanovllm.models.common.params import ParamInfo, Params
 from nanovllm.models.registry import REGISTRY
+from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.state.kv_cache import bytes_per_page
+from nanovllm.types import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +57,34 @@ class Ceiling:
     flops: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixBytes:
+    """Bytes of a model's matrices as they are in memory; a quantised matrix takes the bytes of its codes, scales and zeros.
+
+    Attributes:
+        dense: Matrices that every token is multiplied with, without the head.
+        experts: Matrices of all experts.
+        head: The output matrix, which may be the embedding table.
+    """
+
+    dense: int
+    experts: int
+    head: int
+
+
+def matrix_bytes(params: Params[Tensor], config: ModelConfig) -> MatrixBytes:
+    """The bytes of a model's matrices. Matrices of experts have three axes."""
+    table = REGISTRY[config.architecture].param_table(config)
+    infos, held = pytree.tree_leaves(table.layers), _leaves(params.layers)
+    matrices = [own for info, own in zip(infos, held, strict=True) if isinstance(info, ParamInfo) and info.kind == "matrix"]
+    dense, experts = (sum(own.nbytes for own in matrices if (len(own.shape) == 3) == yes) for yes in (False, True))
+    return MatrixBytes(dense=dense, experts=experts, head=(params.embed if params.head is None else params.head).nbytes)
+
+
+def _leaves(tree: object) -> list[Any]:
+    return pytree.tree_leaves(tree, is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix))
+
+
 def decode_work(prompt_lens: Sequence[int], counts: Sequence[int], shared: int = 0) -> Work:
     """The work of the decode steps for replies of `counts[i]` tokens after prompts of `prompt_lens[i]` tokens.
 
@@ -89,32 +120,39 @@ def together(works: Sequence[Work]) -> Work:
     return Work(**{**sums, "steps": max(work.steps for work in works)})
 
 
-def step_bytes(config: ModelConfig, dtype: torch.dtype, rows: int, context: "int | float", shared: int = 0) -> int:
+def step_bytes(
+    config: ModelConfig, dtype: torch.dtype, rows: int, context: "int | float", shared: int = 0, held: MatrixBytes | None = None
+) -> int:
     """Bytes that one decode step must read: all layer matrices, the head, and the KV of `rows` rows of `context` tokens each.
 
-    `shared` of these tokens are the same for all rows. Norm weights, embedding rows and written bytes are not counted.
+    `shared` of these tokens are the same for all rows. Norm weights, embedding rows and written bytes are not counted. `held` are the bytes
+    of the matrices; None if all are in `dtype`.
     """
-    return weight_bytes(config, dtype, rows) + round((shared + rows * (context - shared)) * token_bytes(config, dtype))
+    return weight_bytes(config, dtype, rows, held) + round((shared + rows * (context - shared)) * token_bytes(config, dtype))
 
 
-def decode_bytes(config: ModelConfig, dtype: torch.dtype, work: Work) -> int:
-    """Bytes that the decode steps of a workload must read together."""
+def decode_bytes(config: ModelConfig, dtype: torch.dtype, work: Work, held: MatrixBytes | None = None) -> int:
+    """Bytes that the decode steps of a workload must read together. `held` is as in `step_bytes`."""
     rows = work.tokens / max(1, work.steps)
-    return work.steps * weight_bytes(config, dtype, rows) + work.kv_tokens * token_bytes(config, dtype)
+    return work.steps * weight_bytes(config, dtype, rows, held) + work.kv_tokens * token_bytes(config, dtype)
 
 
-def prompt_bytes(config: ModelConfig, dtype: torch.dtype, work: Work) -> int:
-    """Bytes that the prompts of a workload must read."""
-    return weight_bytes(config, dtype, work.prompt_tokens) * (work.num_prompts > 0) + work.found_tokens * token_bytes(config, dtype)
+def prompt_bytes(config: ModelConfig, dtype: torch.dtype, work: Work, held: MatrixBytes | None = None) -> int:
+    """Bytes that the prompts of a workload must read. `held` is as in `step_bytes`."""
+    weights = weight_bytes(config, dtype, work.prompt_tokens, held) * (work.num_prompts > 0)
+    return weights + work.found_tokens * token_bytes(config, dtype)
 
 
-def limit_seconds(config: ModelConfig, dtype: torch.dtype, work: Work, ceiling: Ceiling) -> float:
-    """The least time of a workload: for decode steps and for prompts, the longer of reading time and arithmetic time."""
+def limit_seconds(config: ModelConfig, dtype: torch.dtype, work: Work, ceiling: Ceiling, held: MatrixBytes | None = None) -> float:
+    """The least time of a workload: for decode steps and for prompts, the longer of reading time and arithmetic time.
+
+    `held` is as in `step_bytes`. Products are counted in `dtype`, because activations are not quantised.
+    """
     layers, head = num_weights(config, 0)
-    steps = max(decode_bytes(config, dtype, work) / ceiling.read_bytes, 2 * (layers + head) * work.tokens / ceiling.flops)
+    steps = max(decode_bytes(config, dtype, work, held) / ceiling.read_bytes, 2 * (layers + head) * work.tokens / ceiling.flops)
     products = 2 * layers * work.prompt_tokens + 2 * head * work.num_prompts
     attention = 4 * config.num_layers * config.num_heads * config.head_dim * work.pairs
-    return steps + max(prompt_bytes(config, dtype, work) / ceiling.read_bytes, (products + attention) / ceiling.flops)
+    return steps + max(prompt_bytes(config, dtype, work, held) / ceiling.read_bytes, (products + attention) / ceiling.flops)
 
 
 def num_weights(config: ModelConfig, tokens: "int | float") -> tuple[int, int]:
@@ -126,12 +164,19 @@ def num_weights(config: ModelConfig, tokens: "int | float") -> tuple[int, int]:
     table = REGISTRY[config.architecture].param_table(config)
     matrices = [info for info in pytree.tree_leaves(table.layers) if isinstance(info, ParamInfo) and info.kind == "matrix"]
     dense, routed = (sum(math.prod(info.shape) for info in matrices if (len(info.shape) == 3) == yes) for yes in (False, True))
+    return round(dense + routed * _read_experts(config, tokens)), config.vocab_size * config.hidden_size
+
+
+def _read_experts(config: ModelConfig, tokens: "int | float") -> float:
+    """The share of the experts that a step of `tokens` tokens reads."""
     share = 1.0 if config.moe is None else config.moe.top_k / config.moe.num_experts
-    return round(dense + routed * (1 - (1 - share) ** max(1.0, tokens))), config.vocab_size * config.hidden_size
+    return 1 - (1 - share) ** max(1.0, tokens)
 
 
-def weight_bytes(config: ModelConfig, dtype: torch.dtype, tokens: "int | float" = math.inf) -> int:
-    """Bytes of the layer matrices and the head that a step of `tokens` tokens reads."""
+def weight_bytes(config: ModelConfig, dtype: torch.dtype, tokens: "int | float" = math.inf, held: MatrixBytes | None = None) -> int:
+    """Bytes of the layer matrices and the head that a step of `tokens` tokens reads. `held` is as in `step_bytes`."""
+    if held is not None:
+        return round(held.dense + held.experts * _read_experts(config, tokens)) + held.head
     return sum(num_weights(config, tokens)) * dtype.itemsize
 
 

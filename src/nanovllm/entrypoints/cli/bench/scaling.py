@@ -14,7 +14,7 @@ import numpy as np
 from nanovllm.config import EngineConfig, ModelConfig, RopeConfig
 from nanovllm.engine.requests import cancel
 from nanovllm.entrypoints.cli.bench.model_shapes import random_model
-from nanovllm.entrypoints.cli.bench.roofline import Ceiling, decode_work, limit_seconds, step_bytes
+from nanovllm.entrypoints.cli.bench.roofline import Ceiling, decode_work, limit_seconds, matrix_bytes, step_bytes
 from nanovllm.entrypoints.cli.bench.stopwatch import Engine, StepTimes, room_for, start_decoding, time_steps
 from nanovllm.entrypoints.cli.bench.workloads import random_tokens
 from nanovllm.models.model import Model
@@ -166,19 +166,19 @@ def host_point(num_pages: int, ended: int, settings: Settings) -> HostPoint:
 def _points(engine: Engine, ceiling: Ceiling, sizes: Sequence[tuple[int, int]], steps: int) -> Iterator[Point]:
     """Measure a point for each pair of rows and tokens of context. All of them must fit."""
     model, random = engine.model, Random(4)
-    config, dtype = model.config, model.dtype
+    config, dtype, held = model.config, model.dtype, matrix_bytes(model.params, model.config)
     for rows, context in sizes:
         prompts = [random_tokens(random, _prompt_len(context, steps), config.vocab_size) for _ in range(rows)]
         engine.state, times = _decode_times(model, engine.state, prompts, steps)
         seconds = float(np.median(times.whole))
-        limit = limit_seconds(config, dtype, decode_work([context - 1] * rows, [2] * rows), ceiling)
+        limit = limit_seconds(config, dtype, decode_work([context - 1] * rows, [2] * rows), ceiling, held)
         yield Point(
             rows=rows,
             context=context,
             tok_s=round(rows / seconds, 1),
             step_us=round(1e6 * seconds, 1),
             host_us=round(1e6 * float(np.median(times.host)), 1),
-            step_bytes=step_bytes(config, dtype, rows, context),
+            step_bytes=step_bytes(config, dtype, rows, context, held=held),
             limit_us=round(1e6 * limit, 1),
             roofline_percent=round(100 * limit / seconds, 1),
         )

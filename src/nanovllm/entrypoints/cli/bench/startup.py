@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from random import Random
+from types import MappingProxyType
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -31,13 +33,14 @@ from nanovllm.types import dtype_of
 TIMEOUT = 600.0  # seconds until the first token
 SPARE = 1 << 28  # bytes of disk that stay free
 CACHES = ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "TORCHINDUCTOR_CACHE_DIR")  # where kernels are kept
+UNROUNDED: Mapping[str, Any] = MappingProxyType({})
 # The monotonic clock is the same in both processes, so the first interval includes the start of Python.
 PROGRAM = """\
 import json, sys, time
-began, folder, device, dtype, tokenizer, tuning, prompt = json.loads(sys.argv[1])
+began, folder, device, dtype, tokenizer, tuning, rounding, prompt = json.loads(sys.argv[1])
 import nanovllm as nv
 marks = [began, time.monotonic()]
-model = nv.load_model(folder, device, dtype, tokenizer=tokenizer)
+model = nv.load_model(folder, device, dtype, tokenizer=tokenizer, **rounding)
 marks.append(time.monotonic())
 state = nv.init_state(model, tuning=tuning)
 marks.append(time.monotonic())
@@ -73,7 +76,9 @@ class Start:
         return round(self.imports_s + self.weights_s + self.engine_s + self.first_token_s, 3)
 
 
-def measure_start(model: Model, name: str, tuning: Path | bool | None = None, *, bare: bool = False) -> Start:
+def measure_start(
+    model: Model, name: str, tuning: Path | bool | None = None, rounding: Mapping[str, Any] = UNROUNDED, *, bare: bool = False
+) -> Start:
     """Measure the start of a process for a model. The process runs twice, and the second run counts, because the first fills caches.
 
     Python's bytecode is one of them, which an installation normally has. So both runs keep it in a temporary folder, whatever the
@@ -81,12 +86,14 @@ def measure_start(model: Model, name: str, tuning: Path | bool | None = None, *,
 
     With `bare` it runs once, as on a machine that has built no kernels: all caches are empty folders, which are removed at the end.
 
-    Random weights are written to a temporary folder first, and removed at the end. `too_large` checks that they fit.
+    Random weights are written to a temporary folder first, not quantised, and removed at the end. `too_large` checks that they fit.
 
     Args:
         model: The model.
         name: The name that it was loaded by, or a key of `SHAPES`.
         tuning: The option of `init_state`.
+        rounding: The values of `arguments.rounding`, with which the new process loads the model.
+        bare: Whether all caches are empty.
 
     Raises:
         StartError: The weights could not be written, or the process gave no token.
@@ -94,12 +101,12 @@ def measure_start(model: Model, name: str, tuning: Path | bool | None = None, *,
     with ended_in_order(), _folder(model, name) as folder:
         if bare:
             with tempfile.TemporaryDirectory(prefix="nanovllm-bare-", ignore_cleanup_errors=True) as empty:
-                return _run(model, folder, tuning, os.environ | dict.fromkeys(CACHES, empty))
+                return _run(model, folder, tuning, rounding, os.environ | dict.fromkeys(CACHES, empty))
         with tempfile.TemporaryDirectory(prefix="nanovllm-bytecode-") as bytecode:
             environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
             environment["PYTHONPYCACHEPREFIX"] = bytecode
-            _run(model, folder, tuning, environment)
-            return _run(model, folder, tuning, environment)
+            _run(model, folder, tuning, rounding, environment)
+            return _run(model, folder, tuning, rounding, environment)
 
 
 def too_large(name: str, config: ModelConfig) -> str | None:
@@ -128,10 +135,10 @@ def _folder(model: Model, name: str) -> Iterator[Path]:
         yield folder
 
 
-def _run(model: Model, folder: Path, tuning: Path | bool | None, environment: Mapping[str, str]) -> Start:
+def _run(model: Model, folder: Path, tuning: Path | bool | None, rounding: Mapping[str, Any], environment: Mapping[str, str]) -> Start:
     prompt = random_tokens(Random(6), PROMPT, model.config.vocab_size)
     where = (str(folder), str(model.device), str(model.dtype).removeprefix("torch."))
-    given = (*where, model.tokenizer is not None, str(tuning) if isinstance(tuning, Path) else tuning, prompt)
+    given = (*where, model.tokenizer is not None, str(tuning) if isinstance(tuning, Path) else tuning, dict(rounding), prompt)
     command = [sys.executable, "-c", PROGRAM, json.dumps((time.monotonic(), *given))]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT, env=environment)

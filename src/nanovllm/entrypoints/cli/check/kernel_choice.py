@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.config import ModelConfig
-from nanovllm.models.fast.choice import QUANTISED_EXPERTS
 from nanovllm.models.fast.path import against
 from nanovllm.models.init_params import without_memory
 from nanovllm.ops.backends import against_flashinfer
@@ -26,17 +25,15 @@ class Kernels:
     captured: bool = False
 
 
-def kernels(config: ModelConfig, device: torch.device, dtype: torch.dtype, *, foreign: bool = False, quantised: bool = False) -> Kernels:
+def kernels(config: ModelConfig, device: torch.device, dtype: torch.dtype, *, foreign: bool = False) -> Kernels:
     """The kernels that `init_state` chooses by default for a model on a device.
 
-    `foreign`: the model runs through transformers. `quantised`: its matrices are quantised.
+    `foreign`: the model runs through transformers. Whether its matrices are quantised does not matter.
     """
     if foreign:
         how = "transformers' module, attention in plain torch"
         return Kernels(decode=how, prompts=how, against="the architecture is not built in")
     why = against(without_memory(config, dtype), config, device, dtype)
-    if quantised and device.type == "cuda" and config.moe is not None:
-        why = QUANTISED_EXPERTS
     if device.type != "cuda":
         return Kernels(decode="plain torch" if why else "C", prompts="plain torch", against=why)
     if other := against_flashinfer(device, dtype, config.head_dim, PAGE_SIZE):

@@ -199,7 +199,7 @@ def _outlook(
         problems.append(f"quantization={rounding.kind!r} is not possible: {why}")
         rounding = None
     weights = _weights(folder, spec, config, device, chosen, quantisation, rounding, problems)
-    how = kernels(config, device, chosen, foreign=foreign, quantised=quantisation is not None or rounding is not None)
+    how = kernels(config, device, chosen, foreign=foreign)
     memory = kv_memory(config, weights.held, device, chosen, memory_fraction, GRAPHS if how.captured else 0)
     _judge(config, weights, memory, device, problems, notes)
     if how.captured:

@@ -47,7 +47,7 @@ class NothingMeasuredError(NanoVLLMError):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `nanovllm tune`."""
-    add_model_arguments(parser)
+    add_model_arguments(parser, rounds=False)  # quantised weights cannot be tuned
     rows = "batch sizes to tune, separated by commas (default: the sizes from 1 to 256 that an engine captures graphs for)"
     parser.add_argument("--batches", type=positives, default=BATCHES, metavar="N,N,...", help=rows)
     where = "write this file in place of the file in the cache; pass it as tuning=FILE to init_state, or as --tuning FILE to a command"

@@ -1,0 +1,398 @@
+"""The Triton kernels of `quantised_experts`. Import this module only if Triton is installed.
+
+The forms are those of `triton_experts`, whose `_sort` and `_combine` they use. For few tokens, each pair of a token and an expert reads its
+expert's codes by itself; a thread sums the products of its codes in float32, as in `triton_quantised_few`. For many tokens, blocks of pairs
+of one expert run on tensor cores; the codes are the left factor and become numbers in registers, as in `triton_quantised_many`.
+
+Every kernel waits for the kernel before it before it reads anything (programmatic dependent launch). The kernel before it writes the
+routing, which decides which codes are read.
+"""
+
+# pyright: reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# (compile-time constants, tuples that grow in an unrolled loop, names bound in a compile-time branch, and loop ranges without `__next__`)
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanovllm.ops.linear.quantised import QuantisedMatrix
+from nanovllm.ops.linear.quantised_tiles import FewTile, ManyTile, scale_form
+from nanovllm.ops.linear.triton_codes import four, in_word, scale_at, weight_tiles
+from nanovllm.ops.moe.tiles import QuantisedFewTiles, QuantisedGroupedTiles
+from nanovllm.ops.moe.triton_experts import GROUP, combine, sort
+from nanovllm.ops.triton_parts import activated
+from nanovllm.types import Float, Int32, Int64, Tensor
+
+
+@triton.jit
+def _words(codes, row, there, step: tl.constexpr, WORDS: tl.constexpr, T: tl.constexpr, WHOLE: tl.constexpr):
+    """Load two words of each row for each thread: `[BN, T, 2]`. `WHOLE`: all rows exist, and no step reaches beyond the codes."""
+    word = step * 2 * T + (tl.arange(0, T)[:, None] * 2 + tl.arange(0, 2)[None, :])
+    at = codes + row.to(tl.int64)[:, None, None] * WORDS + word[None, :, :]
+    if WHOLE:
+        words = tl.load(at, eviction_policy="evict_first")
+    else:
+        words = tl.load(at, mask=there[:, None, None] & (word < WORDS)[None, :, :], other=0, eviction_policy="evict_first")
+    return words
+
+
+@triton.jit
+def _factor(
+    scales, zeros, row, step: tl.constexpr, T: tl.constexpr, NIBBLES: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    ROWS: tl.constexpr, ZEROS: tl.constexpr, APART: tl.constexpr,
+):  # fmt: skip
+    """Load the scale and the zero of each thread's two words, `[BN, T]`, then those of their high nibbles, which differ if `APART`.
+
+    With one group the result is `[BN, 1]`. Beyond the last column, any scale will do.
+    """
+    if GROUPS == 1:
+        at = (row // ROWS)[:, None]
+    else:
+        first = step * 2 * T + tl.arange(0, T) * 2
+        column = first // 16 * 128 + first % 16 * 4 if NIBBLES else first * 4
+        at = (row // ROWS * GROUPS)[:, None] + tl.minimum(column // GROUP, GROUPS - 1)[None, :]
+    scale = tl.load(scales + at).to(tl.float32)
+    zero = tl.load(zeros + at).to(tl.float32) if ZEROS else 0.0
+    high, high_zero = scale, zero
+    if APART:
+        at = (row // ROWS * GROUPS)[:, None] + tl.minimum((column + 64) // GROUP, GROUPS - 1)[None, :]
+        high = tl.load(scales + at).to(tl.float32)
+        high_zero = tl.load(zeros + at).to(tl.float32) if ZEROS else 0.0
+    return scale, zero, high, high_zero
+
+
+@triton.jit
+def _inputs(x, step: tl.constexpr, half: tl.constexpr, K: tl.constexpr, T: tl.constexpr, NIBBLES: tl.constexpr):
+    """Load the inputs that belong to two words per thread, or to their low or high nibbles: 4 tensors `[T, 2]` of float32.
+
+    Of 8 bits, word w holds columns 4 w ... + 3. Of 4 bits, word 16 i + j holds columns 128 i + 4 j ... + 3, and those + 64.
+    """
+    word = step * 2 * T + (tl.arange(0, T)[:, None] * 2 + tl.arange(0, 2)[None, :])
+    at = word // 16 * 32 + word % 16 + 16 * half if NIBBLES else word
+    return four(x, at, at < K // 4)
+
+
+@triton.jit
+def _sums(
+    words, low, high, factor, T: tl.constexpr, BN: tl.constexpr, NIBBLES: tl.constexpr, FP8: tl.constexpr, GROUPS: tl.constexpr,
+    ZEROS: tl.constexpr, APART: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Sum the products of two words per thread with their inputs: `[BN, T]`. A single scale of all columns is not applied.
+
+    Codes of integers have a summand (`in_word`), which is subtracted from the start: half of it in each of the two words.
+    """
+    added = tl.sum((low[0] + low[1]) + (low[2] + low[3]), 1)
+    if NIBBLES:
+        more = tl.sum((high[0] + high[1]) + (high[2] + high[3]), 1)
+    if FP8:
+        product = tl.zeros([BN, T, 2], tl.float32)
+    elif NIBBLES and not APART:
+        product = tl.broadcast_to((-132.0 * added - 12.0 * more)[None, :, None], [BN, T, 2])
+    elif NIBBLES:
+        product = tl.broadcast_to((-132.0 * added)[None, :, None], [BN, T, 2])
+    else:
+        product = tl.broadcast_to((-576.0 * added)[None, :, None], [BN, T, 2])
+    wide = in_word(words, 0, NIBBLES, FP8, ASM)
+    for i in tl.static_range(4):
+        product += wide[i] * low[i][None, :, :]
+    if APART:
+        other = tl.broadcast_to((-12.0 * more)[None, :, None], [BN, T, 2])
+        wide = in_word(words, 1, NIBBLES, FP8, ASM)
+        for i in tl.static_range(4):
+            other += wide[i] * high[i][None, :, :]
+        total, second = tl.sum(product, 2), tl.sum(other, 2)
+        if ZEROS:
+            total -= factor[1] * added[None, :]
+            second -= factor[3] * more[None, :]
+        total = total * factor[0] + second * factor[2]
+    else:
+        if NIBBLES:
+            wide = in_word(words, 1, NIBBLES, FP8, ASM)
+            for i in tl.static_range(4):
+                product += wide[i] * high[i][None, :, :]
+            added += more
+        total = tl.sum(product, 2)
+        if ZEROS:
+            total -= factor[1] * added[None, :]
+        if GROUPS > 1:
+            total *= factor[0]
+    return total
+
+
+@triton.jit
+def _quantised_few_gate_up(
+    x, codes, scales, zeros, chosen, y, N: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr, TOP: tl.constexpr, T: tl.constexpr,
+    BN: tl.constexpr, NIBBLES: tl.constexpr, FP8: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
+    SCALES: tl.constexpr, ZEROS: tl.constexpr, ACT: tl.constexpr, WHOLE: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (pair, outputs) computes `[BN]` of the pair's N neurons. T threads share a row of WORDS words of codes, in steps.
+
+    An expert has SCALES scales. `WHOLE` is as in `_words`.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    STEPS: tl.constexpr = (WORDS + 2 * T - 1) // (2 * T)
+    APART: tl.constexpr = NIBBLES and GROUP % 128 != 0 and GROUPS > 1  # the halves of a word have different scales
+    pair, n = tl.program_id(0), tl.program_id(1) * BN + tl.arange(0, BN)
+    there, row = n < N, tl.minimum(n, N - 1)
+    expert = tl.load(chosen + pair).to(tl.int64)
+    own, own_scales, own_zeros = codes + expert * (2 * N * WORDS), scales + expert * SCALES, zeros + expert * SCALES
+    source = x + (pair // TOP).to(tl.int64) * K
+    gates = ()  # all loads are issued before the first is used
+    ups = ()
+    gate_factors = ()
+    up_factors = ()
+    for step in tl.static_range(STEPS):
+        gates += (_words(own, n, there, step, WORDS, T, WHOLE),)
+        ups += (_words(own, n + N, there, step, WORDS, T, WHOLE),)
+        if GROUPS > 1 or step == 0:
+            gate_factors += (_factor(own_scales, own_zeros, row, step, T, NIBBLES, GROUP, GROUPS, ROWS, ZEROS, APART),)
+            up_factors += (_factor(own_scales, own_zeros, row + N, step, T, NIBBLES, GROUP, GROUPS, ROWS, ZEROS, APART),)
+    gate = tl.zeros([BN, T], tl.float32)
+    up = tl.zeros([BN, T], tl.float32)
+    for step in tl.static_range(STEPS):
+        low = _inputs(source, step, 0, K, T, NIBBLES)
+        high = _inputs(source, step, 1, K, T, NIBBLES) if NIBBLES else low
+        gate += _sums(gates[step], low, high, gate_factors[step if GROUPS > 1 else 0], T, BN, NIBBLES, FP8, GROUPS, ZEROS, APART, ASM)
+        up += _sums(ups[step], low, high, up_factors[step if GROUPS > 1 else 0], T, BN, NIBBLES, FP8, GROUPS, ZEROS, APART, ASM)
+    if GROUPS == 1:
+        gate *= gate_factors[0][0]
+        up *= up_factors[0][0]
+    out = activated(tl.sum(gate, 1), tl.sum(up, 1), y.dtype.element_ty, ACT)
+    tl.store(y + pair.to(tl.int64) * N + n, out.to(y.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _quantised_few_down(
+    h, codes, scales, zeros, chosen, weights, y, N: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr, TOP: tl.constexpr,
+    T: tl.constexpr, BN: tl.constexpr, NIBBLES: tl.constexpr, FP8: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    ROWS: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr, WHOLE: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (token, outputs) computes `[BN]` of the token's N outputs, summed over its TOP experts."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    STEPS: tl.constexpr = (WORDS + 2 * T - 1) // (2 * T)
+    EACH: tl.constexpr = STEPS if GROUPS > 1 else 1
+    APART: tl.constexpr = NIBBLES and GROUP % 128 != 0 and GROUPS > 1
+    token, n = tl.program_id(0), tl.program_id(1) * BN + tl.arange(0, BN)
+    there, row = n < N, tl.minimum(n, N - 1)
+    held = ()  # all loads are issued before the first is used
+    factors = ()
+    for j in tl.static_range(TOP):
+        expert = tl.load(chosen + token * TOP + j).to(tl.int64)
+        own, own_scales, own_zeros = codes + expert * (N * WORDS), scales + expert * SCALES, zeros + expert * SCALES
+        for step in tl.static_range(STEPS):
+            held += (_words(own, n, there, step, WORDS, T, WHOLE),)
+        for step in tl.static_range(EACH):
+            factors += (_factor(own_scales, own_zeros, row, step, T, NIBBLES, GROUP, GROUPS, ROWS, ZEROS, APART),)
+    total = tl.zeros([BN, T], tl.float32)
+    for j in tl.static_range(TOP):
+        weight = tl.load(weights + token * TOP + j).to(tl.float32)
+        source = h + (token * TOP + j).to(tl.int64) * K
+        acc = tl.zeros([BN, T], tl.float32)
+        for step in tl.static_range(STEPS):
+            low = _inputs(source, step, 0, K, T, NIBBLES)
+            high = _inputs(source, step, 1, K, T, NIBBLES) if NIBBLES else low
+            factor = factors[j * EACH + (step if GROUPS > 1 else 0)]
+            acc += _sums(held[j * STEPS + step], low, high, factor, T, BN, NIBBLES, FP8, GROUPS, ZEROS, APART, ASM)
+        if GROUPS == 1:
+            acc *= factors[j][0]
+        total += acc * weight
+    tl.store(y + token.to(tl.int64) * N + n, tl.sum(total, 1).to(y.dtype.element_ty), mask=there)
+
+
+@triton.jit(do_not_specialize=["blocks"])  # depends on the number of tokens: one kernel serves all
+def _quantised_grouped(
+    x, codes, scales, zeros, order, table, y, blocks, N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, TOP: tl.constexpr,
+    BLOCKS: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr, NIBBLES: tl.constexpr,
+    FP8: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, SCALES: tl.constexpr,
+    ZEROS: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, WHOLE: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (block, outputs) computes `[BN, BP]` outputs of one expert's product; programs are ordered in groups of BLOCKS blocks.
+
+    It takes D bytes of each output's codes per step. `GATED` and the table are as in `triton_experts`, `FORM` as in `scale_form`, and
+    `WHOLE`: no step reaches beyond the codes or the inputs.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    dtype: tl.constexpr = x.dtype.element_ty
+    SPREAD: tl.constexpr = FORM == "spread"
+    EACH: tl.constexpr = FORM == "step" or FORM == "halves"  # noqa: PLR1714  # scales after each step
+    ACROSS: tl.constexpr = BLOCKS * ((N + BN - 1) // BN)
+    before = tl.program_id(0) // ACROSS * BLOCKS
+    size = tl.minimum(blocks - before, BLOCKS)
+    block, column = before + tl.program_id(0) % ACROSS % size, tl.program_id(0) % ACROSS // size
+    first, stop = tl.load(table + blocks + block), tl.load(table + 2 * blocks + block)
+    if first >= stop:
+        return
+    expert = tl.load(table + block).to(tl.int64)
+    place, n, d = first + tl.arange(0, BP), column * BN + tl.arange(0, BN), tl.arange(0, D)
+    on, there = (place < stop)[None, :], (n < N)[:, None]
+    pair = tl.load(order + place, mask=place < stop, other=0)
+    source, target = (pair // TOP, place) if GATED else (place, pair)
+    row = tl.minimum(n, N - 1)  # what is read for outputs beyond the last is not stored
+    rows = x + source.to(tl.int64)[None, :] * K + d[:, None]
+    own = codes + (expert * (2 * N if GATED else N) + row)[:, None] * WIDTH + d[None, :]
+    up_own = own + N * WIDTH
+    scales += expert * SCALES
+    zeros += expert * SCALES
+    scale_row, up_row = row // ROWS, (row + N) // ROWS
+    acc = tl.zeros([BN, BP], tl.float32)
+    other = tl.zeros([BN, BP], tl.float32)
+    # The scales of a step are loaded a step earlier.
+    if EACH:
+        scale = scale_at(scales, scale_row, 0, K, GROUP, GROUPS).to(tl.float32)
+        if FORM == "halves":
+            scale_high = scale_at(scales, scale_row, 64, K, GROUP, GROUPS).to(tl.float32)
+        if GATED:
+            up_scale = scale_at(scales, up_row, 0, K, GROUP, GROUPS).to(tl.float32)
+            if FORM == "halves":
+                up_scale_high = scale_at(scales, up_row, 64, K, GROUP, GROUPS).to(tl.float32)
+    for at in tl.range(0, WIDTH, D, num_stages=STAGES):
+        start = tl.multiple_of(at // 64 * 128 + at % 64 if NIBBLES else at, D)
+        if EACH:
+            after = (at + D) // 64 * 128 + (at + D) % 64 if NIBBLES else at + D
+            next_scale = scale_at(scales, scale_row, after, K, GROUP, GROUPS).to(tl.float32)
+            if FORM == "halves":
+                next_high = scale_at(scales, scale_row, after + 64, K, GROUP, GROUPS).to(tl.float32)
+            if GATED:
+                next_up = scale_at(scales, up_row, after, K, GROUP, GROUPS).to(tl.float32)
+                if FORM == "halves":
+                    next_up_high = scale_at(scales, up_row, after + 64, K, GROUP, GROUPS).to(tl.float32)
+        if WHOLE:
+            gate_codes = tl.load(own + at)
+            low_inputs = tl.load(rows + start, mask=on, other=0.0)
+        else:
+            gate_codes = tl.load(own + at, mask=(at + d < WIDTH)[None, :], other=0)
+            low_inputs = tl.load(rows + start, mask=on & (start + d < K)[:, None], other=0.0)
+        if NIBBLES:
+            if WHOLE:
+                high_inputs = tl.load(rows + start + 64, mask=on, other=0.0)
+            else:
+                high_inputs = tl.load(rows + start + 64, mask=on & (start + 64 + d < K)[:, None], other=0.0)
+        low, high = weight_tiles(gate_codes, scales, zeros, scale_row, start, K, NIBBLES, FP8, SPREAD, GROUP, GROUPS, ZEROS, D, dtype, ASM)
+        if EACH:
+            if FORM == "halves":
+                acc += tl.dot(low, low_inputs) * scale[:, None]
+                acc += tl.dot(high, high_inputs) * scale_high[:, None]
+            elif NIBBLES:
+                acc += tl.dot(high, high_inputs, tl.dot(low, low_inputs)) * scale[:, None]
+            else:
+                acc += tl.dot(low, low_inputs) * scale[:, None]
+        else:
+            acc = tl.dot(low, low_inputs, acc)
+            if NIBBLES:
+                acc = tl.dot(high, high_inputs, acc)
+        if GATED:
+            up_codes = tl.load(up_own + at) if WHOLE else tl.load(up_own + at, mask=(at + d < WIDTH)[None, :], other=0)
+            low, high = weight_tiles(up_codes, scales, zeros, up_row, start, K, NIBBLES, FP8, SPREAD, GROUP, GROUPS, ZEROS, D, dtype, ASM)
+            if EACH:
+                if FORM == "halves":
+                    other += tl.dot(low, low_inputs) * up_scale[:, None]
+                    other += tl.dot(high, high_inputs) * up_scale_high[:, None]
+                elif NIBBLES:
+                    other += tl.dot(high, high_inputs, tl.dot(low, low_inputs)) * up_scale[:, None]
+                else:
+                    other += tl.dot(low, low_inputs) * up_scale[:, None]
+            else:
+                other = tl.dot(low, low_inputs, other)
+                if NIBBLES:
+                    other = tl.dot(high, high_inputs, other)
+        if EACH:
+            scale = next_scale
+            if FORM == "halves":
+                scale_high = next_high
+            if GATED:
+                up_scale = next_up
+                if FORM == "halves":
+                    up_scale_high = next_up_high
+    if FORM == "row":
+        acc *= tl.load(scales + scale_row).to(tl.float32)[:, None]
+        if GATED:
+            other *= tl.load(scales + up_row).to(tl.float32)[:, None]
+    if GATED:
+        acc = activated(acc, other, y.dtype.element_ty, ACT)
+    tl.store(y + target.to(tl.int64)[None, :] * N + n[:, None], acc.to(y.dtype.element_ty), mask=on & there)
+
+
+def launch(
+    x: Float[Tensor, "T M"],
+    gate_up: QuantisedMatrix,
+    down: QuantisedMatrix,
+    chosen: Int64[Tensor, "T k"] | Int32[Tensor, "T k"],
+    weights: Float[Tensor, "T k"],
+    act: str,
+    tiles: QuantisedFewTiles | QuantisedGroupedTiles,
+    pdl: bool,
+    asm: bool = False,
+) -> Float[Tensor, "T M"]:
+    """Launch the kernels of the op `quantised_experts` in this tile configuration, for at least one token. All tensors are contiguous.
+
+    `asm`: convert codes by PTX of compute capability 9.0, not by plain operations.
+    """
+    (tokens, k), (num, width, inner) = chosen.shape, down.shape
+    h, y = x.new_empty(tokens * k, inner), torch.empty_like(x)
+    with torch.cuda.device_of(x):
+        x = _ordered(x, gate_up)
+        if isinstance(tiles, QuantisedFewTiles):
+            _launch_few(_quantised_few_gate_up, x, gate_up, (chosen, h), inner, k, tiles.gate_up, (act,), pdl, asm)
+            _launch_few(_quantised_few_down, _ordered(h, down), down, (chosen, weights, y), width, k, tiles.down, (), pdl, asm)
+            return y
+        parts = x.new_empty(tokens * k, width)
+        given = sort(chosen, num, tiles.gate_up.rows, pdl)
+        _launch_grouped(x, gate_up, h, *given, k, True, act, tiles.gate_up, pdl, asm)
+        _launch_grouped(_ordered(h, down), down, parts, *given, k, False, act, tiles.down, pdl, asm)
+        combine(parts, weights, y, pdl)
+        return y
+
+
+def _ordered(x: Tensor, matrix: QuantisedMatrix) -> Tensor:
+    """Gather the inputs in the order of the codes' columns, which all experts share."""
+    return x if matrix.order is None else x.index_select(1, matrix.order)
+
+
+def _kind(matrix: QuantisedMatrix) -> tuple[Any, ...]:
+    """Return `GROUP`, `GROUPS`, `ROWS`, `SCALES` and `ZEROS` of the kernels."""
+    _, rows, groups = matrix.scales.shape
+    return matrix.group, groups, matrix.rows, rows * groups, matrix.zeros is not None
+
+
+def _launch_few(
+    kernel: Any, x: Tensor, matrix: QuantisedMatrix, others: tuple[Tensor, ...], outputs: int, k: int, tile: FewTile, act: tuple[str, ...],
+    pdl: bool, asm: bool,
+) -> None:  # fmt: skip
+    programs, words = others[-1].shape[0], matrix.codes.shape[2] // 4
+    threads = min(32 * tile.warps, triton.next_power_of_2(triton.cdiv(words, 2)))
+    whole = outputs % tile.outputs == 0 and words % (2 * threads) == 0
+    zeros = matrix.scales if matrix.zeros is None else matrix.zeros
+    kernel[(programs, triton.cdiv(outputs, tile.outputs))](
+        x, matrix.codes.view(torch.int32), matrix.scales, zeros, *others, outputs, matrix.columns, words, k, threads, tile.outputs,
+        matrix.bits == 4, matrix.kind == "fp8", *_kind(matrix), *act, whole, asm, pdl, **_options(tile.warps, pdl),
+    )  # fmt: skip
+
+
+def _launch_grouped(
+    x: Tensor, matrix: QuantisedMatrix, y: Tensor, order: Tensor, table: Tensor, blocks: int, k: int, gated: bool, act: str, tile: ManyTile,
+    pdl: bool, asm: bool,
+) -> None:  # fmt: skip
+    outputs, columns, width = y.shape[1], matrix.columns, matrix.codes.shape[2]
+    codes = matrix.codes if matrix.bits == 4 else matrix.codes.view(torch.int8)
+    zeros = matrix.scales if matrix.zeros is None else matrix.zeros
+    whole = width % tile.depth == 0 and columns * matrix.bits == width * 8
+    kernel: Any = _quantised_grouped
+    kernel[(blocks * triton.cdiv(outputs, tile.outputs),)](
+        x, codes, matrix.scales, zeros, order, table, y, blocks, outputs, columns, width, k, GROUP, tile.rows, tile.outputs, tile.depth,
+        tile.stages, matrix.bits == 4, matrix.kind == "fp8", scale_form(matrix, tile.depth), *_kind(matrix), gated, act, whole, asm, pdl,
+        **_options(tile.warps, pdl),
+    )  # fmt: skip
+
+
+def _options(warps: int, pdl: bool) -> dict[str, Any]:
+    return {"num_warps": warps} | ({"launch_pdl": True} if pdl else {})
