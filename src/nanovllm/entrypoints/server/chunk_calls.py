@@ -24,7 +24,7 @@ from nanovllm.entrypoints.server.file_thread import Between, Later
 from nanovllm.entrypoints.server.held import Held
 from nanovllm.entrypoints.server.named_chunks import Named, count_pages, deleted, settled
 from nanovllm.entrypoints.server.wire import Keep
-from nanovllm.errors import ChunkFileError, EngineDeadError, NanoVLLMError, OutOfPagesError
+from nanovllm.errors import ChunkFileError, EngineDeadError, InvalidRequestError, NanoVLLMError, OutOfPagesError
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.request import RequestOutput
 
@@ -85,6 +85,8 @@ def fork_chunk(held: Held, *, space: str, name: str, to: str, replaced: bool) ->
 def truncate_chunk(held: Held, *, space: str, name: str, to: str, tokens: int, replaced: bool) -> tuple[Held, Any]:
     """Name the beginning of a chunk."""
     source = held.named.get(space, name).chunk
+    if not 1 <= tokens <= len(source):
+        raise InvalidRequestError(f"tokens={tokens} must be an integer from 1 to {len(source)}, the number of tokens of the chunk")
     held.named.require_room(held.state, space, to, replaced=replaced)
     return _named(held, truncate(held.state, source, tokens), space, to, replaced=replaced)
 

@@ -57,6 +57,9 @@ from nanovllm.state.kv_cache import pages_for
 from nanovllm.state.request import StepOutput
 
 READ = 1 << 18
+MOST_KNOWN = 64  # sampling options that are kept for further requests
+GATHER_SECONDS = 0.004  # that the first of several requests waits for the others, at most
+QUIET_SECONDS = 0.001  # in which one of them must come
 
 
 @dataclass(slots=True)
@@ -119,6 +122,9 @@ class EngineLoop:
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
+        self._known: dict[tuple[Any, ...], SamplingParams] = {}
+        self._together = 1  # requests that came at about the same time when there was nothing to do, and while the first of them ran
+        self._num_first = 0  # of these, those that were there for the first step; 0 later
         self._files = FileThread()
         self._selector.register(self._files.woken, selectors.EVENT_READ, self._files.woken)
         self._ended = False
@@ -138,9 +144,12 @@ class EngineLoop:
         """
         try:
             while not self._ended:
-                busy = self.state.running or self.state.waiting or self._files.waits
-                for key, events in self._selector.select(0 if busy else None):
-                    self._ready(key, events)
+                idle = not (self.state.running or self.state.waiting)
+                self._look(None if idle and not self._files.waits else 0)
+                if idle and self.state.waiting:
+                    self._gather()
+                elif self._num_first:
+                    self._together, self._num_first = self._num_first + len(self.state.waiting), 0
                 if self._files.waits:
                     held, tell = self._files.turn(self._held())
                     self._hold(held)
@@ -154,6 +163,23 @@ class EngineLoop:
             raise
         finally:
             self.close()
+
+    def _look(self, seconds: float | None) -> bool:
+        """Handle what has come, or comes in this time. Returns whether something has."""
+        found = self._selector.select(seconds)
+        for key, events in found:
+            self._ready(key, events)
+        return bool(found)
+
+    def _gather(self) -> None:
+        """Wait for the requests that come together with the first one, as many as came the last time that there was nothing to do.
+
+        Each pass over a few prompts costs about as much as one over many. A request that came alone the last time does not wait.
+        """
+        end = time.perf_counter() + GATHER_SECONDS
+        while len(self.state.waiting) < self._together and time.perf_counter() < end and self._look(QUIET_SECONDS):
+            pass
+        self._num_first = len(self.state.waiting)
 
     def stop(self) -> None:
         """End `run` after this round."""
@@ -282,7 +308,7 @@ class EngineLoop:
         names = [tuple([part for part in parts if isinstance(part, str)]) for parts in message.prompts]
         lengths = [sum(map(len, parts)) for parts in runs]
         self._require_room(len(runs), sum(lengths))
-        params: list[SamplingParams | None] = [_params(options) for options in message.params]
+        params: list[SamplingParams | None] = [self._params(options) for options in message.params]
         bases, passing = dict[tuple[str, ...], Chunk](), list[Chunk]()
         try:
             for each in dict.fromkeys(names):
@@ -308,6 +334,22 @@ class EngineLoop:
                 self.metrics.submitted(request_id, owner.line)
         self.waiting_tokens += sum(lengths)
         self._send(peer, Accepted(message.ids))
+
+    def _params(self, options: dict[str, Any]) -> SamplingParams:
+        """The sampling options of a frame. Those of most requests are the same, and are checked once."""
+        if (grammar := options.get("grammar")) is not None:
+            options = {**options, "grammar": Grammar(**grammar)}
+        key = tuple(options.items())
+        try:
+            found = self._known.get(key)
+        except TypeError:  # a value is a list
+            return SamplingParams(**options)
+        if found is None:
+            found = SamplingParams(**options)
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = found
+        return found
 
     def _require_keeping(self, keep: Keep, totals: list[int], base: Chunk | None) -> None:
         """Refuse a request whose chunk would have no name or no room."""
@@ -431,10 +473,3 @@ class News:
     def message(self) -> Stepped:
         """The frame's message."""
         return Stepped(self.ids.tobytes(), bytes(self.counts), self.token_ids.tobytes(), self.ended, self.scored)
-
-
-def _params(options: dict[str, Any]) -> SamplingParams:
-    """The sampling options of a frame."""
-    if (grammar := options.get("grammar")) is not None:
-        options = {**options, "grammar": Grammar(**grammar)}
-    return SamplingParams(**options)
