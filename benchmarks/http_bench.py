@@ -103,7 +103,9 @@ def main() -> None:
     parser.add_argument("--engine", choices=("process", "thread"), default="process", help="where the engine is (default: process)")
     parser.add_argument("--step-ms", type=float, metavar="X", help="run no model: a pass over the device sleeps for X milliseconds")
     parser.add_argument("--max-num-seqs", type=int, default=256, metavar="N", help="requests that run at the same time (default: 256)")
-    parser.add_argument("--rows", nargs="*", default=["1,512", "8,256", "64,256", "256,256", "512,256"], metavar="STREAMS,TOKENS")
+    parser.add_argument(
+        "--rows", nargs="*", default=["1,512", "8,256", "64,256", "256,256", "512,256", "1000,128"], metavar="STREAMS,TOKENS"
+    )
     parser.add_argument("--prompt", type=int, default=128, metavar="N", help="tokens of a prompt (default: 128)")
     parser.add_argument("--rounds", type=int, default=2, metavar="N", help="requests of each stream (default: 2)")
     parser.add_argument("--processes", type=int, default=8, metavar="N", help="processes of clients, at most (default: 8)")

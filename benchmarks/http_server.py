@@ -68,7 +68,7 @@ class Sleeper(Supervisor):
 
     step_ms: float | None = None
 
-    def _engine(self) -> int:
+    def _engine(self, again: bool = False) -> int:
         self.http.close()
         llm = engine_of(self.model, self.options, self.step_ms)
         freeze()

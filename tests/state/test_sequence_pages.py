@@ -11,7 +11,7 @@ from nanovllm.state.pages import init_pages, retain
 from nanovllm.state.pool import Pool, init_pool
 from nanovllm.state.prefix_cache import init_prefix
 from nanovllm.state.request import Request, Sequence
-from nanovllm.state.sequence_pages import give_up_pages, reserve, worth_taking, written_pages
+from nanovllm.state.sequence_pages import TOGETHER, give_up_pages, give_up_together, reserve, worth_taking, written_pages
 from nanovllm.state.vector import IntVector
 
 
@@ -107,3 +107,45 @@ def test_indexed_pages_are_taken_only_where_they_serve_better():
 
 def test_an_empty_pool_value():
     assert Pool(pages=init_pages(0), prefix=init_prefix(0, 1)).num_available == 0
+
+
+@pytest.mark.parametrize("kind", ["apart", "one page shared", "same tokens", "one prefix"])
+@pytest.mark.parametrize("count", [1, 2, TOGETHER + 3])
+def test_sequences_that_give_up_their_pages_together_leave_the_pool_as_one_by_one(kind, count):
+    """Counts of owners, free pages in their order, the index, and the order of eviction are the same."""
+    pool, sequences = init_pool(256, 2), []
+    for i in range(count):
+        num_tokens = 3 + i % 5
+        done = pools.allocate(pool, -(-num_tokens // 2))
+        assert done is not None
+        pool, pages = done
+        first = 0 if kind == "same tokens" else 100 * i
+        tokens = [first + j for j in range(num_tokens + 1)]
+        if kind == "one prefix":
+            tokens[:2] = [7, 8]
+        if kind == "one page shared" and i:
+            pages = (sequences[0].pages[0], *pages[1:])
+            tokens[:2] = sequences[0].tokens.array(0, 2).tolist()
+            pool = pools.acquire(pools.release(pool, [done[1][0]]), [pages[0]])
+        request = replace(unfilled(len(tokens)).request, request_id=i, namespace=i % 2 if kind == "apart" else 0)
+        sequence = Sequence(request=request, tokens=IntVector.of(tokens), pages=IntVector.of())
+        sequences.append(sequence.with_pages(IntVector.of(pages), num_tokens))
+    one = pool
+    for sequence in sequences:
+        one = give_up_pages(one, sequence)
+    together = give_up_together(pool, sequences)
+    assert together.pages.counts.copy().tolist() == one.pages.counts.copy().tolist()
+    assert together.num_free == one.num_free and together.num_available == one.num_available == 256
+    for sequence in sequences:
+        tokens, namespace = sequence.tokens.array(), sequence.request.namespace
+        assert pools.match(together, tokens, namespace).tolist() == pools.match(one, tokens, namespace).tolist()
+    assert evicted(together) == evicted(one)
+
+
+def evicted(pool):
+    """All pages, in the order in which the pool hands them out."""
+    order = []
+    while pool.num_available:
+        pool, pages = pools.allocate(pool, 1)
+        order += pages
+    return order

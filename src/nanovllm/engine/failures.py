@@ -25,7 +25,7 @@ from nanovllm.state.engine_state import EngineState
 from nanovllm.state.logprobs import RowScores
 from nanovllm.state.pool import Pool
 from nanovllm.state.request import Sequence, StepOutput
-from nanovllm.state.sequence_pages import give_up_pages
+from nanovllm.state.sequence_pages import give_up_together
 from nanovllm.state.steady import Steady
 
 E = TypeVar("E", bound=BaseException)
@@ -98,7 +98,7 @@ def recovered(model: Model, state: EngineState, error: Exception, attempt: Attem
         waiting, running = state.waiting, tuple(state.running)
         sequence = waiting.items.get(rid) or next(s for s in running if _id(s) == rid)
         waiting = waiting.pop(rid) if rid in waiting.items else waiting
-        pool, kept = ended(state.pool, state.kept, sequence)
+        pool, kept = ended(state.pool, state.kept, [sequence])
         state = replace(state, pool=pool, kept=kept, waiting=waiting, running=tuple(s for s in running if s is not sequence))
         outputs.append(last_output(model, sequence, (), "error", now, request_error(rid, kind, message, error)))
     return state, outputs, not (short and failed)
@@ -142,11 +142,12 @@ def last_output(
     return StepOutput(output.request_id, token_ids, output.finish_reason, output, error, scored)
 
 
-def ended(pool: Pool, kept: Map[int, Sequence], sequence: Sequence) -> tuple[Pool, Map[int, Sequence]]:
-    """Give up the pages of an ended sequence, or keep the sequence if its request asked for that."""
-    if sequence.request.keep:
-        return pool, kept.set(_id(sequence), sequence)
-    return give_up_pages(pool, sequence), kept
+def ended(pool: Pool, kept: Map[int, Sequence], sequences: Seq[Sequence]) -> tuple[Pool, Map[int, Sequence]]:
+    """Give up the pages of ended sequences, or keep a sequence if its request asked for that."""
+    for sequence in sequences:
+        if sequence.request.keep:
+            kept = kept.set(_id(sequence), sequence)
+    return give_up_together(pool, [sequence for sequence in sequences if not sequence.request.keep]), kept
 
 
 def out_of_pages(sequence: Sequence, pool: Pool) -> NanoVLLMError:

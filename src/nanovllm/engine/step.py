@@ -150,8 +150,8 @@ def _settle_steady(
             reason = finish_reason(sequence, token, complete=row in by_grammar) or "length"
             error = unsearchable(sequence, token, failed[row]) if row in failed else fault and outside(sequence, fault)
             outputs[row] = last_output(model, sequence, (token,), reason, now, error, outputs[row].scored)
-            pool, kept = ended(pool, kept, sequence)
             expected = _expected(expected, sequence, state)
+        pool, kept = ended(pool, kept, gone)
         if isinstance(after, Steady):
             after = replace(after, pool=pool, steps=0 if state.waiting else after.steps)
     unused = executor_of(state).take_discarded_count()
@@ -245,7 +245,7 @@ def _finish_step(
                 prompt_run, reply_run, rerun = prompt_run + prompt, reply_run - prompt, rerun + again
             grown = draw(sequence, token, decoded, row, now, failed)
             moved[sequence.request.request_id] = grown, token, row_scores(sequence, decoded, row)
-    running, kept, outputs = [], state.kept, []
+    running, gone, outputs = [], [], []
     expected = after_preemptions(state.expected_reply, plan.num_preempted, state.config.max_model_len)
     for sequence in plan.running:
         rid = sequence.request.request_id
@@ -261,12 +261,12 @@ def _finish_step(
             outputs.append(StepOutput(rid, (token,), scored=scored))
             continue
         outputs.append(last_output(model, grown, (token,), reason, now, failed.get(rid), scored))
-        pool, kept = ended(pool, kept, grown)
+        gone.append(grown)
         expected = _expected(expected, grown, state)
     for sequence in plan.stuck:
         error = None if sequence.num_generated else out_of_pages(sequence, plan.pool)
         outputs.append(last_output(model, sequence, (), "length", now, error))
-        pool, kept = ended(pool, kept, sequence)
+    pool, kept = ended(pool, state.kept, [*gone, *plan.stuck])
     unused = executor_of(state).take_discarded_count()
     stats = state.stats.add(
         prefill_tokens=prompt_run,

@@ -3,6 +3,7 @@
 A page that only the index owns counts as available, and so does a frame that nobody needs. The index owns pages, but needs no frames.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -163,6 +164,16 @@ def insert(pool: Pool, tokens: np.ndarray, held: np.ndarray, namespace: int = 0)
         pool = _made_way(pool, pool.frames, tokens, held, namespace)
     prefix, added = prefix_ops.insert(pool.prefix, tokens, held, ROOT - namespace)
     return Pool(pages=page_ops.retain(pool.pages, added), prefix=prefix, frames=pool.frames) if len(added) else pool
+
+
+def insert_each(pool: Pool, entries: Iterable[tuple[np.ndarray, np.ndarray, int]]) -> Pool:
+    """Do as `insert` for each of (tokens, pages, namespace), in a pool without frames."""
+    prefix, every = pool.prefix, list[np.ndarray]()
+    for tokens, held, namespace in entries:
+        prefix, added = prefix_ops.insert(prefix, tokens, held, ROOT - namespace)
+        every.append(added)
+    added = np.concatenate(every)
+    return Pool(pages=page_ops.retain(pool.pages, added), prefix=prefix) if len(added) else pool
 
 
 def forget(pool: Pool, lost: frozenset[int]) -> Pool:

@@ -18,6 +18,7 @@ from nanovllm.state.pool import Pool
 from nanovllm.state.request import Sequence
 from nanovllm.state.vector import IntVector
 
+TOGETHER = 16  # sequences that give up their pages together; the pages of more would be one long group in the order of eviction
 Reserved = tuple[Pool, Sequence, list[tuple[int, int]], tuple[int, ...]]
 
 
@@ -74,6 +75,33 @@ def give_up_pages(pool: Pool, sequence: Sequence) -> Pool:
     found = pools.match(pool, tokens, namespace)
     pool = pools.release(pools.acquire(pool, found, len(found)), held, sequence.retired)
     return pools.release(pool, found, len(found))
+
+
+def give_up_together(pool: Pool, sequences: Seq[Sequence]) -> Pool:
+    """Do as `give_up_pages` for each of several sequences in order, in two thirds of its time if they share no pages."""
+    for at in range(0, len(sequences), TOGETHER):
+        some = sequences[at : at + TOGETHER]
+        after = _given_up(pool, some) if len(some) > 1 and pool.frames is None else None
+        if after is None:
+            for sequence in some:
+                pool = give_up_pages(pool, sequence)
+        else:
+            pool = after
+    return pool
+
+
+def _given_up(pool: Pool, sequences: Seq[Sequence]) -> Pool | None:
+    """The pool after the end of sequences. None if they share pages, or the index has other pages for the tokens of one."""
+    held = [sequence.pages.array() for sequence in sequences]
+    every = np.concatenate(held[::-1])  # their last pages are released in the order of the sequences
+    ordered = np.sort(every)
+    if (ordered[1:] == ordered[:-1]).any():
+        return None
+    tokens = [sequence.tokens.array(0, sequence.num_exact) for sequence in sequences]
+    namespaces = [sequence.request.namespace for sequence in sequences]
+    pool = pools.insert_each(pool, zip(tokens, held, namespaces, strict=True))
+    full = [pages[: len(run) // pool.prefix.page_size] for pages, run in zip(held, tokens, strict=True)]
+    return pools.release(pool, every) if pool.prefix.contains(np.concatenate(full)).all() else None
 
 
 def offered(pool: Pool, sequence: Sequence, count: int, page_size: int) -> Pool:

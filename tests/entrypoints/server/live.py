@@ -102,10 +102,12 @@ class Live:
         self.loop.run_until_complete(self.front.run())
         self.loop.close()
 
-    def start_engine(self) -> None:
-        """Start an engine, in place of one that was stopped."""
+    def start_engine(self, *, again: bool = False) -> None:
+        """Start an engine, in place of one that was stopped, `again` with its chunks that have files."""
         state = nv.init_state(self.model, **self.options)
         self.engine = EngineLoop(self.model, state, self.listener.dup(), **self.limits)
+        if again:
+            self.engine.load_chunks()
         self.engine_thread = threading.Thread(target=self._engine, daemon=True)
         self.engine_thread.start()
 

@@ -89,9 +89,9 @@ class Served:
         except (OSError, http.client.HTTPException):
             return 0
 
-    def post(self, body: dict[str, Any]) -> http.client.HTTPResponse:
+    def post(self, body: dict[str, Any], path: str = PATH) -> http.client.HTTPResponse:
         connection = self.connect()
-        connection.request("POST", PATH, json.dumps(body), {"content-type": "application/json"})
+        connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
         answer = connection.getresponse()
         self.opened.callback(answer.close)
         return answer
@@ -214,9 +214,11 @@ def test_requests_that_do_not_end_in_time_are_told_so(served: Any, second: bool)
     assert not any("Traceback" in line for line in server.errors), server.errors
 
 
-def test_a_killed_engine_is_told_of_and_started_again(served: Any):
-    server = served().ready()
+def test_a_killed_engine_is_told_of_and_started_again(served: Any, tmp_path: Path):
+    server = served("--chunk-dir", str(tmp_path)).ready()
     engine, front = server.children()
+    assert server.post({"name": "kept", "text": "Once upon"}, "/v1/chunks").status == 200
+    assert server.post({}, "/v1/chunks/kept/save").status == 200
     thread, found = stream(server)
     os.kill(engine, signal.SIGKILL)
     thread.join(LIMIT)
@@ -224,6 +226,7 @@ def test_a_killed_engine_is_told_of_and_started_again(served: Any):
     assert server.get("/health") in (0, 200, 503) and server.right() in (False, True)
     server.wait(server.right)
     assert front in server.children() and engine not in server.children()
+    assert server.get("/v1/chunks/kept") == 200
     assert any("it is started again" in line for line in server.lines)
     pids = server.children()
     server.process.kill()

@@ -9,10 +9,12 @@ from nanovllm.testing.machines.failures import FailureMachine
 from tests.property.faults.engine import Fault
 
 
-def _loses_pages_of_the_failed(give_up_pages):
-    def faulty(state, sequence):
-        ended = len(sequence.tokens) >= sequence.request.max_len or sequence.tokens[-1] in sequence.request.stop_ids
-        return give_up_pages(state, sequence) if ended else state
+def _loses_pages_of_the_failed(give_up_together):
+    def ended(sequence):
+        return len(sequence.tokens) >= sequence.request.max_len or sequence.tokens[-1] in sequence.request.stop_ids
+
+    def faulty(pool, sequences):
+        return give_up_together(pool, [sequence for sequence in sequences if ended(sequence)])
 
     return faulty
 
@@ -65,7 +67,7 @@ FAILURE_FAULTS: tuple[Fault, ...] = (
     Fault(
         name="pages of a failed request lost",
         machine=EngineMachine,
-        targets=((failures, "give_up_pages"),),
+        targets=((failures, "give_up_together"),),
         faulty=_loses_pages_of_the_failed,
     ),
     Fault(

@@ -5,6 +5,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,8 +20,10 @@ WINDOW = 16  # blocks that are staged together
 STAGES = 3  # windows in host memory: one is copied to or from the device, threads work on two
 THREADS = min(STAGES * WINDOW, os.cpu_count() or 1)  # hashing, reading and writing release the interpreter lock
 
+Windows = Generator[tuple[int, Tensor], None, None]
 
-def read_kv(fd: int, head: Head, path: Path, device: torch.device) -> Generator[tuple[int, Tensor], None, None]:
+
+def read_kv(fd: int, head: Head, path: Path, device: torch.device) -> Windows:
     """Read the KV in windows of (first row, bytes `[rows, row_bytes]`) in host memory, pinned for CUDA.
 
     A window is valid until the next one is requested; copies from it may still run on the current stream. Close the generator if it is not
@@ -55,6 +58,25 @@ def read_kv(fd: int, head: Head, path: Path, device: torch.device) -> Generator[
             yield low, stages[i % STAGES][: high - low]
     if digest.hexdigest() != head.kv_sha256:
         raise ChunkFileError(f"{path}: its KV was changed: SHA-256 is {digest.hexdigest()}, but the file says {head.kv_sha256}")
+
+
+def read_whole(fd: int, head: Head, path: Path) -> Tensor:
+    """The whole KV in host memory, `[rows, row_bytes]`, once its digest was checked.
+
+    Raises:
+        ChunkFileError: As `read_kv`.
+    """
+    whole = torch.empty((head.num_rows, head.row_bytes), dtype=torch.uint8)
+    with closing(read_kv(fd, head, path, whole.device)) as windows:
+        for first, rows in windows:
+            whole[first : first + len(rows)] = rows
+    return whole
+
+
+def windows_of(head: Head, whole: Tensor) -> Windows:
+    """What `read_kv` yields, from the KV in host memory."""
+    for low, high in _windows(head):
+        yield low, whole[low:high]
 
 
 def write_file(fd: int, head: Head, gather: Callable[[int, Tensor], None], device: torch.device) -> Head:

@@ -5,7 +5,7 @@ windows of 32 MiB in host memory, pinned for CUDA, and two more on the device.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
@@ -20,6 +20,7 @@ from nanovllm.chunks.handles import chunk_of
 from nanovllm.chunks.prefill import plain_request
 from nanovllm.chunks.storage import blocks
 from nanovllm.chunks.storage import format as chunk_format
+from nanovllm.chunks.storage.blocks import Windows
 from nanovllm.chunks.storage.format import Head
 from nanovllm.config import RopeConfig
 from nanovllm.engine.donation import commit_state, enter, enter_with, guarded, require_live
@@ -117,6 +118,22 @@ def load(model: Model, state: EngineState, fd: int, path: Path, namespace: int =
     """`load_chunk` from an open file. Indexed KV is shared only within `namespace`."""
     head = decode(model, fd, path)
     require_model(head, model, path)
+    return place(model, state, head, path, lambda: blocks.read_kv(fd, head, path, model.device), namespace)
+
+
+def place(
+    model: Model, state: EngineState, head: Head, path: Path, read: Callable[[], Windows], namespace: int = 0
+) -> tuple[EngineState, Chunk]:
+    """Put the KV of a file into pages.
+
+    Args:
+        model: The model, which the file is of.
+        state: The newest state, which is donated.
+        head: The head of the file.
+        path: Its name, for errors.
+        read: Begins to read its KV from the first window on, as `blocks.read_kv` does.
+        namespace: Indexed KV is shared only within it.
+    """
     count, size, gaps = len(head.tokens), state.config.page_size, head.gaps
     limit = min(state.config.max_model_len - offset_after(gaps), capacity(state))
     if count > limit:
@@ -127,8 +144,9 @@ def load(model: Model, state: EngineState, fd: int, path: Path, namespace: int =
     if missing > pool.num_available:
         raise pools.too_few(pool, f"{path}: the chunk needs {missing} pages")
     if missing > pool.num_free:  # verify the file before pages of the index are evicted for it
-        with watched(state.runtime.lease):
-            verify(fd, head, path, model.device)
+        with watched(state.runtime.lease), closing(read()) as windows:
+            for _ in windows:
+                pass
     with guarded(state) as taken:
         pool, fresh = pools.allocate(pool, missing) or (pool, ())
         taken.note(pool, fresh)
@@ -142,7 +160,7 @@ def load(model: Model, state: EngineState, fd: int, path: Path, namespace: int =
             torch.from_numpy(frame_slots(pool.frames, slots, size) if framed and pool.frames is not None else slots).to(model.device)
             for framed in windowed_pools(state)
         ]
-        with closing(blocks.read_kv(fd, head, path, model.device)) as windows:
+        with closing(read()) as windows:
             for first, raw in windows:
                 rows = raw.to(model.device, non_blocking=True).view(head.dtype).view(-1, *head.shape[2:])
                 _scatter(state.kv, model.config.places, rows, first, of_pools, start)
@@ -157,6 +175,12 @@ def load(model: Model, state: EngineState, fd: int, path: Path, namespace: int =
 
 def write(state: EngineState, chunk: Chunk, fd: int) -> Head:
     """Write a whole chunk file into an empty file, flush it to the disk, and return its head."""
+    with watched(state.runtime.lease):
+        return blocks.write_file(fd, head_of(state, chunk), gatherer(state, chunk), state.kv.pools[0].device)
+
+
+def gatherer(state: EngineState, chunk: Chunk) -> Callable[[int, Tensor], None]:
+    """A function that copies rows of a chunk into host memory, as `blocks.write_file` takes it. It is valid as long as the state is."""
     page_ids, frames = chunk.pages.array(), state.pool.frames
     like = state.kv.pools[0]
     whole = like.shape[-1] * like.itemsize % 8 == 0  # copying the same bytes as int64 is several times as fast
@@ -173,8 +197,7 @@ def write(state: EngineState, chunk: Chunk, fd: int) -> Head:
         _, _, heads, _, dim = by_layer[0][0].shape
         _gather(by_layer, len(chunk), first, out.view(by_layer[0][0].dtype).view(-1, 2, heads, dim))
 
-    with watched(state.runtime.lease):
-        return blocks.write_file(fd, head_of(state, chunk), gather, like.device)
+    return gather
 
 
 def head_of(state: EngineState, chunk: Chunk) -> Head:

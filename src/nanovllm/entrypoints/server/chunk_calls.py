@@ -1,10 +1,9 @@
 """The functions of an engine on named chunks, which front ends call between two steps, and how an ended request becomes a chunk.
 
 They move KV on the device or only count owners. What runs many tokens is a request like others, so that its prompt shares steps with them.
+Files are written and read in a thread beside the steps.
 """
 
-import hashlib
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,16 +16,17 @@ import numpy as np
 from nanovllm.chunks.compose import compose, drop
 from nanovllm.chunks.handles import detach, fork, release, truncate
 from nanovllm.chunks.prefill import prefill
-from nanovllm.chunks.storage.file import load, save_chunk
+from nanovllm.chunks.storage import blocks
+from nanovllm.chunks.storage import file as chunk_file
 from nanovllm.chunks.thinking import think_spans
+from nanovllm.entrypoints.server import saved_chunks
+from nanovllm.entrypoints.server.file_thread import Between, Later
 from nanovllm.entrypoints.server.held import Held
 from nanovllm.entrypoints.server.named_chunks import Named, count_pages, deleted, settled
 from nanovllm.entrypoints.server.wire import Keep
-from nanovllm.errors import ChunkFileError, ChunkLimitError, InvalidRequestError, NanoVLLMError, OutOfPagesError, UnknownChunkError
+from nanovllm.errors import ChunkFileError, EngineDeadError, InvalidRequestError, NanoVLLMError, OutOfPagesError
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.request import RequestOutput
-
-SUFFIX = ".safetensors"
 
 
 def described(name: str, named: Named) -> dict[str, Any]:
@@ -71,6 +71,7 @@ def reuse(held: Held, *, space: str, names: list[str]) -> tuple[Held, dict[str, 
 def delete(held: Held, *, space: str, name: str) -> tuple[Held, None]:
     """Release a chunk."""
     state, named = deleted(held.state, held.named, space, name)
+    saved_chunks.unmark(named.limits, space, name)
     return replace(held, state=state, named=named), None
 
 
@@ -84,6 +85,8 @@ def fork_chunk(held: Held, *, space: str, name: str, to: str, replaced: bool) ->
 def truncate_chunk(held: Held, *, space: str, name: str, to: str, tokens: int, replaced: bool) -> tuple[Held, Any]:
     """Name the beginning of a chunk."""
     source = held.named.get(space, name).chunk
+    if not 1 <= tokens <= len(source):
+        raise InvalidRequestError(f"tokens={tokens} must be an integer from 1 to {len(source)}, the number of tokens of the chunk")
     held.named.require_room(held.state, space, to, replaced=replaced)
     return _named(held, truncate(held.state, source, tokens), space, to, replaced=replaced)
 
@@ -115,48 +118,79 @@ def drop_spans(
     return _named(held, (state, current), space, to, replaced=replaced)
 
 
-def save(held: Held, *, space: str, name: str) -> tuple[Held, dict[str, Any]]:
-    """Write a chunk to its file."""
-    found, path = held.named.get(space, name), _path(held, space, name)
-    try:
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        if not path.exists() and sum(1 for _ in path.parent.glob(f"*{SUFFIX}")) >= held.named.limits.most:
-            raise ChunkLimitError(f"there are {held.named.limits.most} chunk files, and no more are allowed: delete some")
-        save_chunk(held.state, found.chunk, path)
-        size = path.stat().st_size
-    except (OSError, ChunkFileError) as error:  # the folder's path is not the clients' business
-        cause = error.__cause__ if isinstance(error, ChunkFileError) else error
-        reason = cause.strerror if isinstance(cause, OSError) else "it could not be written"
-        raise ChunkFileError(f"the chunk {name!r} could not be saved: {reason}") from error
-    return held, {**described(name, found), "bytes": size}
+def save(held: Held, *, space: str, name: str) -> tuple[Held, Later]:
+    """Write a chunk to its file, beside the steps. Its pages stay until the file is complete."""
+    found, path, most = held.named.get(space, name), saved_chunks.path_of(held.named.limits, space, name), held.named.limits.most
+    state, pinned = fork(held.state, found.chunk)
+    head, device = chunk_file.head_of(state, pinned), held.model.device
+
+    def end(held: Held, size: Any) -> tuple[Held, Any]:
+        held = replace(held, state=release(held.state, pinned))
+        if isinstance(size, Exception):
+            return held, _told(size, f"the chunk {name!r} could not be saved")
+        if name in held.named.space(space):
+            saved_chunks.mark(path, name)
+        return held, {**described(name, found), "bytes": size}
+
+    def work(between: Between) -> int:
+        return saved_chunks.write(between, path, name, pinned, head, device, most)
+
+    return replace(held, state=state), Later(work=work, end=end)
 
 
-def load_saved(held: Held, *, space: str, name: str, replaced: bool, namespace: int) -> tuple[Held, Any]:
-    """Load the file of a name."""
-    path = _path(held, space, name)
+def load_saved(held: Held, *, space: str, name: str, replaced: bool, namespace: int) -> tuple[Held, Later]:
+    """Load the file of a name. It is read and checked beside the steps, and then put into pages."""
+    path = saved_chunks.path_of(held.named.limits, space, name)
     held.named.require_room(held.state, space, name, replaced=replaced)
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise UnknownChunkError(f"there is no file of the chunk {name!r}") from None
-    except OSError as error:
-        raise ChunkFileError(f"the file of the chunk {name!r} could not be opened: {error.strerror or error}") from error
-    try:
-        loaded = load(held.model, held.state, fd, Path(name), namespace)
-    finally:
-        os.close(fd)
-    return _named(held, loaded, space, name, replaced=replaced)
+
+    def end(held: Held, found: Any) -> tuple[Held, Any]:
+        if isinstance(found, Exception):
+            return held, _told(found, f"the file of the chunk {name!r} could not be read")
+        return _put_into_pages(held, found, space, name, replaced=replaced, namespace=namespace)
+
+    return held, Later(work=lambda _: saved_chunks.read(path, name, held.model), end=end)
 
 
 def delete_saved(held: Held, *, space: str, name: str) -> tuple[Held, None]:
     """Delete the file of a name."""
-    try:
-        _path(held, space, name).unlink()
-    except FileNotFoundError:
-        raise UnknownChunkError(f"there is no file of the chunk {name!r}") from None
-    except OSError as error:
-        raise ChunkFileError(f"the file of the chunk {name!r} could not be deleted: {error.strerror or error}") from error
+    saved_chunks.delete(saved_chunks.path_of(held.named.limits, space, name), name)
     return held, None
+
+
+def load_marked(held: Held) -> tuple[Held, list[str]]:
+    """Load the chunks that were in memory and have files, as far as they fit, when an engine is started again.
+
+    Returns:
+        What is held next, and why chunks were not loaded.
+    """
+    problems, limits = [], held.named.limits
+    for space, namespace in limits.spaces if limits.folder is not None else ():
+        for name in saved_chunks.marked(limits, space):
+            try:
+                found = saved_chunks.read(saved_chunks.path_of(limits, space, name), name, held.model)
+                held, value = _put_into_pages(held, found, space, name, replaced=False, namespace=namespace)
+            except EngineDeadError:
+                raise
+            except NanoVLLMError as error:
+                value = error
+            problems += [str(value)] if isinstance(value, NanoVLLMError) else []
+    return held, problems
+
+
+def _put_into_pages(held: Held, found: Any, space: str, name: str, *, replaced: bool, namespace: int) -> tuple[Held, Any]:
+    """Name a chunk that was read."""
+    head, whole = found
+    held.named.require_room(held.state, space, name, replaced=replaced)
+    loaded = chunk_file.place(held.model, held.state, head, Path(name), lambda: blocks.windows_of(head, whole), namespace)
+    held, value = _named(held, loaded, space, name, replaced=replaced)
+    if not isinstance(value, NanoVLLMError):
+        saved_chunks.mark(saved_chunks.path_of(held.named.limits, space, name), name)
+    return held, value
+
+
+def _told(error: Exception, problem: str) -> NanoVLLMError:
+    """What clients are told of an error in the thread of files."""
+    return error if isinstance(error, NanoVLLMError) else ChunkFileError(f"{problem}: {type(error).__name__}")
 
 
 def kept(
@@ -199,18 +233,6 @@ def _named(held: Held, made: tuple[Any, Chunk], space: str, name: str, *, replac
     state, named, error = settled(made[0], held.named, space, name, made[1], created=int(time.time()), replaced=replaced)
     held = replace(held, state=state, named=named)
     return held, described(name, named.get(space, name)) if error is None else error
-
-
-def _path(held: Held, space: str, name: str) -> Path:
-    """The file of a name. Clients choose no part of it.
-
-    Raises:
-        InvalidRequestError: The server has no folder for chunks.
-    """
-    folder = held.named.limits.folder
-    if folder is None:
-        raise InvalidRequestError("this server does not save chunks: it was started without --chunk-dir")
-    return folder / hashlib.sha256(space.encode()).hexdigest()[:32] / (hashlib.sha256(name.encode()).hexdigest() + SUFFIX)
 
 
 CALLS: Mapping[str, Callable[..., tuple[Held, Any]]] = MappingProxyType(

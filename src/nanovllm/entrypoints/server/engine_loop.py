@@ -1,7 +1,7 @@
 """The engine's side of the socket: requests of front ends come in, and what a step gives goes out, between two steps.
 
-One thread does all. While requests run it looks at the sockets once a step, without waiting. A front end that reads nothing while much
-waits for it is cut off, with its requests: it may have been stopped.
+One thread does all but write and read files. While requests run it looks at the sockets once a step, without waiting. A front end that
+reads nothing while much waits for it is cut off, with its requests: it may have been stopped.
 """
 
 import selectors
@@ -12,6 +12,7 @@ import time
 from array import array
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -22,8 +23,9 @@ from nanovllm.engine.failures import as_value
 from nanovllm.engine.requests import cancel, submit_many
 from nanovllm.engine.step import step
 from nanovllm.entrypoints.server import engine_calls, scores
-from nanovllm.entrypoints.server.chunk_calls import kept
+from nanovllm.entrypoints.server.chunk_calls import kept, load_marked
 from nanovllm.entrypoints.server.engine_metrics import EngineMetrics, Timeline
+from nanovllm.entrypoints.server.file_thread import FileThread, Later
 from nanovllm.entrypoints.server.held import Held
 from nanovllm.entrypoints.server.named_chunks import ChunkLimits, NamedChunks, prefix
 from nanovllm.entrypoints.server.peer import MOST_UNSENT, STALL_SECONDS, Peer
@@ -55,6 +57,9 @@ from nanovllm.state.kv_cache import pages_for
 from nanovllm.state.request import StepOutput
 
 READ = 1 << 18
+MOST_KNOWN = 64  # sampling options that are kept for further requests
+GATHER_SECONDS = 0.004  # that the first of several requests waits for the others, at most
+QUIET_SECONDS = 0.001  # in which one of them must come
 
 
 @dataclass(slots=True)
@@ -117,7 +122,19 @@ class EngineLoop:
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
+        self._known: dict[tuple[Any, ...], SamplingParams] = {}
+        self._together = 1  # requests that came at about the same time when there was nothing to do, and while the first of them ran
+        self._num_first = 0  # of these, those that were there for the first step; 0 later
+        self._files = FileThread()
+        self._selector.register(self._files.woken, selectors.EVENT_READ, self._files.woken)
         self._ended = False
+
+    def load_chunks(self) -> None:
+        """Load the chunks that an engine before this one had in memory and in files. Those that do not fit are named on stderr."""
+        held, problems = load_marked(self._held())
+        self._hold(held)
+        for problem in problems:
+            print(f"nanovllm: a chunk was not loaded again: {problem}", file=sys.stderr, flush=True)
 
     def run(self) -> None:
         """Serve until `stop`.
@@ -127,9 +144,16 @@ class EngineLoop:
         """
         try:
             while not self._ended:
-                busy = self.state.running or self.state.waiting
-                for key, events in self._selector.select(0 if busy else None):
-                    self._ready(key, events)
+                idle = not (self.state.running or self.state.waiting)
+                self._look(None if idle and not self._files.waits else 0)
+                if idle and self.state.waiting:
+                    self._gather()
+                elif self._num_first:
+                    self._together, self._num_first = self._num_first + len(self.state.waiting), 0
+                if self._files.waits:
+                    held, tell = self._files.turn(self._held())
+                    self._hold(held)
+                    tell()
                 self._flush()
                 if self.state.running or self.state.waiting:
                     self._step()
@@ -139,6 +163,23 @@ class EngineLoop:
             raise
         finally:
             self.close()
+
+    def _look(self, seconds: float | None) -> bool:
+        """Handle what has come, or comes in this time. Returns whether something has."""
+        found = self._selector.select(seconds)
+        for key, events in found:
+            self._ready(key, events)
+        return bool(found)
+
+    def _gather(self) -> None:
+        """Wait for the requests that come together with the first one, as many as came the last time that there was nothing to do.
+
+        Each pass over a few prompts costs about as much as one over many. A request that came alone the last time does not wait.
+        """
+        end = time.perf_counter() + GATHER_SECONDS
+        while len(self.state.waiting) < self._together and time.perf_counter() < end and self._look(QUIET_SECONDS):
+            pass
+        self._num_first = len(self.state.waiting)
 
     def stop(self) -> None:
         """End `run` after this round."""
@@ -154,7 +195,8 @@ class EngineLoop:
         self._selector.register(woken, selectors.EVENT_READ, woken)
 
     def close(self) -> None:
-        """Close all sockets."""
+        """Give up files that are open, and close all sockets."""
+        self._files.close()
         for key in [*self._selector.get_map().values()]:
             key.fileobj.close()  # pyright: ignore[reportAttributeAccessIssue]
         self._selector.close()
@@ -236,25 +278,37 @@ class EngineLoop:
             case Cancel():
                 self._cancel(peer, message.ids)
             case Ask():
+                tell = partial(self._answer, peer, message.id)
                 try:
                     held, value = engine_calls.call(self._held(), message.name, message.arguments)
-                    self.state, self.named = held.state, held.named
-                    if isinstance(value, NanoVLLMError):
-                        raise value
                 except NanoVLLMError as error:
-                    self._refuse(peer, [message.id], error)
+                    tell(error)
+                    return
+                self._hold(held)
+                if isinstance(value, Later):
+                    self._files.begin(value, tell)
                 else:
-                    self._send(peer, Answer(message.id, value))
+                    tell(value)
 
     def _held(self) -> Held:
         return Held(model=self.model, state=self.state, named=self.named, metrics=self.metrics)
+
+    def _hold(self, held: Held) -> None:
+        self.state, self.named = held.state, held.named
+
+    def _answer(self, peer: Peer, number: int, value: Any) -> None:
+        """Tell what a function returned, or its error."""
+        if isinstance(value, NanoVLLMError):
+            self._refuse(peer, [number], value)
+        elif peer.sock.fileno() >= 0:  # the front end may have gone since it asked
+            self._send(peer, Answer(number, value))
 
     def _submit(self, peer: Peer, message: Submit) -> None:
         runs = [[np.frombuffer(part, np.int32) for part in parts if isinstance(part, bytes)] for parts in message.prompts]
         names = [tuple([part for part in parts if isinstance(part, str)]) for parts in message.prompts]
         lengths = [sum(map(len, parts)) for parts in runs]
         self._require_room(len(runs), sum(lengths))
-        params: list[SamplingParams | None] = [_params(options) for options in message.params]
+        params: list[SamplingParams | None] = [self._params(options) for options in message.params]
         bases, passing = dict[tuple[str, ...], Chunk](), list[Chunk]()
         try:
             for each in dict.fromkeys(names):
@@ -280,6 +334,22 @@ class EngineLoop:
                 self.metrics.submitted(request_id, owner.line)
         self.waiting_tokens += sum(lengths)
         self._send(peer, Accepted(message.ids))
+
+    def _params(self, options: dict[str, Any]) -> SamplingParams:
+        """The sampling options of a frame. Those of most requests are the same, and are checked once."""
+        if (grammar := options.get("grammar")) is not None:
+            options = {**options, "grammar": Grammar(**grammar)}
+        key = tuple(options.items())
+        try:
+            found = self._known.get(key)
+        except TypeError:  # a value is a list
+            return SamplingParams(**options)
+        if found is None:
+            found = SamplingParams(**options)
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = found
+        return found
 
     def _require_keeping(self, keep: Keep, totals: list[int], base: Chunk | None) -> None:
         """Refuse a request whose chunk would have no name or no room."""
@@ -311,7 +381,8 @@ class EngineLoop:
     def _refuse(self, peer: Peer, numbers: list[int], error: NanoVLLMError) -> None:
         if isinstance(error, EngineDeadError) or self.state.epoch != self.state.runtime.lease.epoch:
             raise error
-        self._send(peer, Failure(numbers, type(error).__name__, str(as_value(error))))
+        if peer.sock.fileno() >= 0:
+            self._send(peer, Failure(numbers, type(error).__name__, str(as_value(error))))
 
     def _step(self) -> None:
         waiting, metrics = self.state.waiting, self.metrics
@@ -341,7 +412,7 @@ class EngineLoop:
                 tokens -= not (owner.counted and out.token_ids)
                 if owner.keep is not None:
                     held, value = kept(self._held(), out.request_id, owner.keep, out.output, owner.namespace)
-                    self.state, self.named = held.state, held.named
+                    self._hold(held)
             told.add(owner, out, value)
         metrics.stepped(now, tokens, firsts)
         for told in news.values():
@@ -402,10 +473,3 @@ class News:
     def message(self) -> Stepped:
         """The frame's message."""
         return Stepped(self.ids.tobytes(), bytes(self.counts), self.token_ids.tobytes(), self.ended, self.scored)
-
-
-def _params(options: dict[str, Any]) -> SamplingParams:
-    """The sampling options of a frame."""
-    if (grammar := options.get("grammar")) is not None:
-        options = {**options, "grammar": Grammar(**grammar)}
-    return SamplingParams(**options)

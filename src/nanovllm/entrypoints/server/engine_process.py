@@ -24,7 +24,14 @@ WHERE = {
 
 
 def run_engine(
-    model: str, options: dict[str, Any], parsers: tuple[str, str], limits: dict[str, Any], listener: socket.socket, ready: int
+    model: str,
+    options: dict[str, Any],
+    parsers: tuple[str, str],
+    limits: dict[str, Any],
+    listener: socket.socket,
+    ready: int,
+    *,
+    again: bool = False,
 ) -> int:
     """Run an engine. Returns the process's exit code.
 
@@ -35,6 +42,7 @@ def run_engine(
         limits: The limits of `EngineLoop`.
         listener: The socket that front ends connect to.
         ready: A file descriptor that is told `READY`, or the error of a start that failed.
+        again: Whether an engine before this one has failed: its chunks that have files are loaded.
     """
     try:
         llm = load_llm(model, options, *parsers)
@@ -44,8 +52,10 @@ def run_engine(
     freeze()
     loop = EngineLoop(llm.model, llm.state, listener, **limits)
     loop.stop_on(signal.SIGTERM)
-    os.write(ready, READY)
     try:
+        if again:
+            loop.load_chunks()
+        os.write(ready, READY)
         loop.run()
     except EngineDeadError as error:
         print(f"nanovllm: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)

@@ -131,7 +131,7 @@ class Supervisor:
                     say(f"the engine has ended ({why}) and is not started again: /health answers 503")
                     continue
                 say(f"the engine has ended ({why}): it is started again")
-                self.engine = self._fork(self._engine)
+                self.engine = self._fork(self._engine, True)
             elif pid in self.fronts:
                 self.fronts.discard(pid)
                 if self._front_deaths.too_many():
@@ -201,7 +201,7 @@ class Supervisor:
                 sys.stderr.flush()
             os._exit(code)
 
-    def _engine(self) -> int:
+    def _engine(self, again: bool = False) -> int:
         from nanovllm.entrypoints.server.engine_process import run_engine
         from nanovllm.entrypoints.server.named_chunks import chunk_limits
 
@@ -212,7 +212,7 @@ class Supervisor:
             "max_waiting_tokens": self.settings.max_waiting_tokens,
             "chunk_limits": chunk_limits(self.settings),
         }
-        return run_engine(self.model, self.options, parsers, limits, self.listener, self._telling)
+        return run_engine(self.model, self.options, parsers, limits, self.listener, self._telling, again=again)
 
     def _front(self) -> int:
         import uvloop

@@ -1,0 +1,135 @@
+"""The files of named chunks: where they are, and how they are written and read in a thread beside the engine's steps.
+
+A file's name is made of digests, so that clients choose no part of it. A mark in the same folder has the chunk's name, and says that the
+chunk was in memory too. An engine that is started again loads the chunks that have marks.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from nanovllm.chunks.storage import blocks
+from nanovllm.chunks.storage import file as chunk_file
+from nanovllm.chunks.storage.format import Head
+from nanovllm.entrypoints.server.file_thread import Between
+from nanovllm.entrypoints.server.held import Held
+from nanovllm.entrypoints.server.named_chunks import ChunkLimits
+from nanovllm.errors import ChunkFileError, ChunkLimitError, InvalidRequestError, UnknownChunkError
+from nanovllm.files import put, temporary
+from nanovllm.models.model import Model
+from nanovllm.state.chunk import Chunk
+from nanovllm.state.device_errors import watched
+from nanovllm.types import Tensor
+
+SUFFIX, MARK = ".safetensors", ".name"
+PIECE = 4 << 20  # bytes that are copied between two steps
+
+
+def path_of(limits: ChunkLimits, space: str, name: str) -> Path:
+    """The file of a name.
+
+    Raises:
+        InvalidRequestError: The server has no folder for chunks.
+    """
+    if limits.folder is None:
+        raise InvalidRequestError("this server does not save chunks: it was started without --chunk-dir")
+    return limits.folder / hashlib.sha256(space.encode()).hexdigest()[:32] / (hashlib.sha256(name.encode()).hexdigest() + SUFFIX)
+
+
+def mark(path: Path, name: str) -> None:
+    """Note that the chunk of a file is in memory. A mark that cannot be written is none."""
+    with suppress(OSError):
+        path.with_suffix(MARK).write_text(name)
+
+
+def unmark(limits: ChunkLimits, space: str, name: str) -> None:
+    """Note that the chunk of a name is not in memory."""
+    if limits.folder is not None:
+        with suppress(OSError):
+            path_of(limits, space, name).with_suffix(MARK).unlink(missing_ok=True)
+
+
+def marked(limits: ChunkLimits, space: str) -> Iterator[str]:
+    """The names of a namespace whose chunks were in memory and have files, in the order in which they were saved or loaded."""
+    times = dict[str, float]()
+    for path in path_of(limits, space, "").parent.glob(f"*{MARK}"):
+        with suppress(OSError, UnicodeDecodeError):
+            name, time = path.read_text(), path.stat().st_mtime
+            if path_of(limits, space, name).with_suffix(MARK) == path:
+                times[name] = time
+    yield from sorted(times, key=times.__getitem__)
+
+
+def write(between: Between, path: Path, name: str, chunk: Chunk, head: Head, device: torch.device, most: int) -> int:
+    """Write a chunk's file. Its KV is copied in the engine's thread, a piece between two steps; digests and the disk take none of its time.
+
+    Returns:
+        The size of the file.
+
+    Raises:
+        ChunkFileError: The file cannot be written. The message tells no path, which is not the clients' business.
+        ChunkLimitError: There are too many files.
+    """
+    rows = max(1, PIECE // head.row_bytes)
+
+    def copy(first: int, out: Tensor, held: Held) -> None:
+        with watched(held.state.runtime.lease):
+            chunk_file.gatherer(held.state, chunk)(first, out)
+
+    def gather(first: int, out: Tensor) -> None:
+        for low in range(0, len(out), rows):
+            between(partial(copy, first + low, out[low : low + rows]))
+
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        if not path.exists() and sum(1 for _ in path.parent.glob(f"*{SUFFIX}")) >= most:
+            raise ChunkLimitError(f"there are {most} chunk files, and no more are allowed: delete some")
+        with temporary(path.parent) as (fd, made):
+            blocks.write_file(fd, head, gather, device)
+            size = os.fstat(fd).st_size
+            put(made, path)
+    except OSError as error:
+        raise ChunkFileError(f"the chunk {name!r} could not be saved: {error.strerror or 'it could not be written'}") from error
+    return size
+
+
+def read(path: Path, name: str, model: Model) -> tuple[Head, Tensor]:
+    """The head of a chunk's file, and its KV in host memory. Both were checked.
+
+    Raises:
+        UnknownChunkError: There is no file.
+        ChunkFileError: The file cannot be read, was changed, or is of another model.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise UnknownChunkError(f"there is no file of the chunk {name!r}") from None
+    except OSError as error:
+        raise ChunkFileError(f"the file of the chunk {name!r} could not be opened: {error.strerror or error}") from error
+    try:
+        head = chunk_file.decode(model, fd, Path(name))
+        chunk_file.require_model(head, model, Path(name))
+        return head, blocks.read_whole(fd, head, Path(name))
+    finally:
+        os.close(fd)
+
+
+def delete(path: Path, name: str) -> None:
+    """Delete the file of a name.
+
+    Raises:
+        UnknownChunkError: There is none.
+        ChunkFileError: It cannot be deleted.
+    """
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        raise UnknownChunkError(f"there is no file of the chunk {name!r}") from None
+    except OSError as error:
+        raise ChunkFileError(f"the file of the chunk {name!r} could not be deleted: {error.strerror or error}") from error
+    path.with_suffix(MARK).unlink(missing_ok=True)
