@@ -73,9 +73,6 @@ class LLM:
 
     Attributes:
         model: The model.
-        state: The engine's state. Every call donates it and replaces it. Requests whose stream was dropped are cancelled when it is read.
-        inbox: Requests for which a call of this object waits, with their outputs once they have ended. A step of one call may end a request
-            of another, which then finds its output here. It is a persistent map and is replaced together with `state`.
 
     Examples:
         >>> llm = nv.LLM("tiny", device="cpu", num_pages=64)
@@ -182,6 +179,16 @@ class LLM:
 
     @property
     def state(self) -> EngineState:
+        """The engine's state. Every call donates it and replaces it.
+
+        Requests whose stream was dropped are cancelled when it is read.
+
+        Examples:
+            >>> llm = nv.LLM(model, num_pages=64)
+            >>> llm.state, chunk = nv.prefill(llm.model, llm.state, "Once upon a time")
+            >>> llm.state
+            EngineState(1 of 64 pages used, 1 chunk, 0 requests, epoch 1)
+        """
         self._cancel_dropped()
         return self._state
 
@@ -191,6 +198,17 @@ class LLM:
 
     @property
     def inbox(self) -> Map[int, RequestOutput | None]:
+        """Requests for which a call of this object waits, with their outputs once they have ended.
+
+        A step of one call may end a request of another, which then finds its output here. The map is persistent, and is replaced together
+        with `state`.
+
+        Examples:
+            >>> llm = nv.LLM(model, num_pages=64)
+            >>> stream = llm.stream("Once upon a time", nv.SamplingParams(temperature=0, max_tokens=5))
+            >>> next(stream).text, dict(llm.inbox)
+            (',', {0: None})
+        """
         self._cancel_dropped()
         return self._inbox
 
