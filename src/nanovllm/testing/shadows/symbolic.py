@@ -13,7 +13,7 @@ page that the plan leaves out is not read, and a page that it lists twice counts
 """
 
 from collections.abc import Sequence as Seq
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from nanovllm.models.common.batch import Batch
 from nanovllm.ops.attention.cascade import PromptCascade
 from nanovllm.ops.attention.cascade_plan import CascadePlan
 from nanovllm.ops.attention.plan_table import lookup
+from nanovllm.ops.kv_cache.fp8 import in_fp8, split
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.sampling.sampler import sample
 from nanovllm.sampling.tensors import build
@@ -32,6 +33,7 @@ from nanovllm.types import Tensor
 
 MODULUS = (1 << 23) - 1  # numbers 1 ... MODULUS are exact in float32; 0 means that the slot was never written
 START = 1
+ONE = 0x38  # 1.0 in e4m3
 
 
 @no_type_check  # this and the next functions are called for every slot: run-time type checks would cost more than the rest of the test
@@ -111,7 +113,7 @@ class Group:
 
     @no_type_check
     def __init__(self, pool, view, starts, window: int):
-        self.memory, self.size, self.window = pool.numpy(), pool.shape[4], window
+        self.memory, self.size, self.window = memory_of(pool), pool.shape[4], window
         self.tables, self.slots = view.page_tables.tolist(), view.slots.tolist()
         self.plan = PlannedReads(view.plan, self.tables, starts, self.size) if view.plan else None
         self.row, self.sum, self.page = 0, START, None
@@ -184,12 +186,35 @@ class PlannedReads:
         return before, own
 
 
+class Fp8Memory:
+    """A pool in FP8 as an array of numbers `[L, N, 2, K, S, D]`. A number that is written becomes codes of 1 and the scale."""
+
+    @no_type_check
+    def __init__(self, pool):
+        codes, scales = split(pool)
+        self.codes, self.scales = codes.view(torch.uint8).numpy(), scales.numpy()
+        self.numbers = torch.arange(256, dtype=torch.uint8).view(pool.dtype).float().numpy()  # by code
+
+    @no_type_check
+    def __getitem__(self, index):
+        return self.numbers[self.codes[index]] * self.scales[index]
+
+    @no_type_check
+    def __setitem__(self, index, number):
+        self.codes[index], self.scales[index] = ONE, number
+
+
+def memory_of(pool: Tensor) -> Any:
+    """Return a pool in host memory as an array of numbers, in which slots can be read and written."""
+    return Fp8Memory(pool) if in_fp8(pool) else pool.numpy()
+
+
 @no_type_check
 def read(memory: np.ndarray, page: int, offset: int) -> int:
     """Return the number in a slot; 0 if layers, keys and values, heads or dimensions differ."""
     values = memory[:, page, :, :, offset, :]
-    first = int(values.flat[0])
-    return first if (values == first).all() else 0
+    first = round(float(values.flat[0]))  # a key in FP8 that moved has a scale that was divided and multiplied again
+    return first if (values == values.flat[0]).all() else 0
 
 
 def next_token(
