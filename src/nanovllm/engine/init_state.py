@@ -4,6 +4,7 @@ import os
 import warnings
 from dataclasses import replace
 from math import isinf
+from typing import Literal
 
 import torch
 
@@ -44,7 +45,7 @@ def init_state(
     check: bool | None = None,
     tuning: bool | str | os.PathLike[str] | None = None,
     progress: bool | None = None,
-    kv_dtype: str | None = None,
+    kv_dtype: Literal["fp8"] | None = None,
 ) -> EngineState:
     """Create an empty engine for a model: its KV memory, its prefix index and the kernels of its steps.
 
@@ -137,7 +138,7 @@ def init_state(
         max_prefill_tokens=max_prefill_tokens,
         kv_dtype=kv_dtype,
     )
-    require_kv_dtype(config, limits, model.device)
+    require_kv_dtype(config, kv_dtype, model.device)
     dtype = stored_dtype(limits, model.dtype)
     if max_model_len > config.max_position_embeddings:
         more = "; pass max_model_len to load_model for longer requests" if loaded_for_short(config) else ""

@@ -84,20 +84,20 @@ def stored_dtype(limits: EngineConfig, dtype: torch.dtype) -> torch.dtype:
     return dtype if limits.kv_dtype is None else FP8
 
 
-def require_kv_dtype(config: ModelConfig, limits: EngineConfig, device: torch.device) -> None:
-    """Require that a model's KV can have the dtype that an engine asks for.
+def require_kv_dtype(config: ModelConfig, kv_dtype: str | None, device: torch.device) -> None:
+    """Require that a model's KV can have the dtype that the option of `init_state` asks for.
 
     Raises:
         InvalidRequestError: FP8 was asked for, and the heads or the GPU do not allow it.
     """
-    if limits.kv_dtype is None:
+    if kv_dtype is None:
         return
     if config.head_dim % SCALE_BYTES:
         why = f"a head_dim that is a multiple of {SCALE_BYTES}, and this model has {config.head_dim}"
-        raise InvalidRequestError(f"kv_dtype={limits.kv_dtype!r} needs {why}: leave kv_dtype out")
+        raise InvalidRequestError(f"kv_dtype={kv_dtype!r} needs {why}: leave kv_dtype out")
     if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < (8, 9):
         why = f"a GPU of compute capability 8.9 or more, and {device} has {'.'.join(map(str, found))}"
-        raise InvalidRequestError(f"kv_dtype={limits.kv_dtype!r} needs {why}: leave kv_dtype out")
+        raise InvalidRequestError(f"kv_dtype={kv_dtype!r} needs {why}: leave kv_dtype out")
 
 
 def bytes_per_page(config: ModelConfig, *, page_size: int, dtype: torch.dtype) -> int:
