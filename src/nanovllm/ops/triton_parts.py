@@ -58,7 +58,7 @@ def gained(normed, gains, dtype: tl.constexpr):
 def quantised_heads(x):
     """Return the codes and the scale of each row of heads, as `quantised` of `ops/kv_cache/fp8.py` computes them."""
     wide = x.to(tl.float32)
-    wide = tl.where(wide == wide, wide, 0.0)
+    wide = tl.where(wide == wide, wide, 0.0)  # NaN  # noqa: PLR0124
     wide = tl.minimum(tl.maximum(wide, -MOST), MOST)
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(wide), 1), LARGEST), LEAST)
     codes = tl.div_rn(wide, tl.broadcast_to(scale[:, None], wide.shape))

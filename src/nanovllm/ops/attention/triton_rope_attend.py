@@ -196,23 +196,24 @@ def _rope_attend(
             new_row = _turned(new_key[None, :], new_far[None, :], gains_k, c, s, eps, D, NORM)
             page_of_slot = kv + (slot // S).to(tl.int64) * page_stride
             written = page_of_slot + slot_of_head(k, slot % S, S, D, FP8) + h
-            own_row, own_value = new_row, new_value[None, :]
+            own_row = new_row
             if FP8:  # the row attends to its own key and value as they are stored
                 key_codes, key_scale = quantised_heads(new_row)
-                value_codes, value_scale = quantised_heads(own_value)
+                value_codes, value_scale = quantised_heads(new_value[None, :])
                 tl.store(written, tl.reshape(key_codes, [DP]), mask=inside)
                 tl.store(written + VALUES, tl.reshape(value_codes, [DP]), mask=inside)
                 tl.store(scales_of(page_of_slot, k, slot % S, S, D), tl.sum(key_scale, 0))
                 tl.store(scales_of(page_of_slot, K + k, slot % S, S, D), tl.sum(value_scale, 0))
                 own_row = key_codes.to(tl.float32) * key_scale[:, None]
-                own_value = value_codes.to(tl.float32) * value_scale[:, None]
+                own_value = tl.sum(value_codes.to(tl.float32) * value_scale[:, None], 0)
             else:
                 tl.store(written, tl.reshape(new_row, [DP]), mask=inside)
                 tl.store(written + VALUES, new_value, mask=inside)
+                own_value = new_value
             if here:
                 highest = _scaled(tl.sum(q.to(tl.float32) * own_row.to(tl.float32), 1), scale, SOFTCAP)
                 total += 1.0
-                mixed += own_value.to(tl.float32)
+                mixed += own_value.to(tl.float32)[None, :]
         if STAGES:
             # Page ids are loaded one iteration ahead, not by the pipeliner: it would spend a stage on them that keys and values need.
             for at in tl.range((skipped + split) * T, old, SPLITS * T, num_stages=STAGES):

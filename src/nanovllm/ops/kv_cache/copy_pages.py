@@ -3,7 +3,7 @@
 import torch
 
 from nanovllm.ops.backends import installed
-from nanovllm.ops.kv_cache.fp8 import in_fp8
+from nanovllm.ops.kv_cache.fp8 import as_bytes
 from nanovllm.types import Float, Int32, Tensor
 
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
@@ -41,7 +41,7 @@ def _fake(pages: Tensor, src: Tensor, dst: Tensor) -> None:
 
 
 def _reference(pages: Tensor, src: Tensor, dst: Tensor) -> None:
-    pages = _copied(pages)
+    pages = as_bytes(pages)
     pages[:, dst] = pages[:, src]
 
 
@@ -50,12 +50,7 @@ def _cuda(pages: Tensor, src: Tensor, dst: Tensor) -> None:
         return _reference(pages, src, dst)
     from nanovllm.ops.kv_cache import triton_kv
 
-    return triton_kv.copy_pages(_copied(pages), src, dst)
-
-
-def _copied(pages: Tensor) -> Tensor:
-    """The pages in a dtype that can be copied: those in FP8 as bytes."""
-    return pages.view(torch.uint8) if in_fp8(pages) else pages
+    return triton_kv.copy_pages(as_bytes(pages), src, dst)
 
 
 _LIBRARY.impl("copy_pages", _reference, "CPU")

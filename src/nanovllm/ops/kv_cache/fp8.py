@@ -25,6 +25,11 @@ def in_fp8(pages: Tensor) -> bool:
     return pages.dtype == FP8
 
 
+def as_bytes(pages: Tensor) -> Tensor:
+    """Return pages in a dtype that torch copies and indexes on all devices: those in FP8 as bytes, others as they are."""
+    return pages.view(torch.uint8) if pages.dtype == FP8 else pages
+
+
 def stored_width(head_dim: int, dtype: torch.dtype) -> int:
     """Return the size of a pool's last axis.
 
@@ -72,8 +77,8 @@ def numbers(pages: Float[Tensor, "*axes S W"]) -> Float[Tensor, "*axes S D"]:
 
 
 def chosen(pages: Float[Tensor, "N 2 K S W"], index: Int32[Tensor, "*index"]) -> Float[Tensor, "*index 2 K S W"]:
-    """Return copies of pages. Torch cannot index all devices' tensors in FP8, so they are copied as bytes."""
-    return pages.view(torch.uint8)[index].view(FP8) if pages.dtype == FP8 else pages[index]
+    """Return copies of pages."""
+    return as_bytes(pages)[index].view(pages.dtype)
 
 
 def write_tokens(
