@@ -205,15 +205,14 @@ def _outlook(
         problems.append(f"quantization={rounding.kind!r} is not possible: {why}")
         rounding = None
     weights = _weights(folder, spec, config, device, chosen, quantisation, rounding, problems)
-    how = kernels(config, device, chosen, foreign=foreign, quantised=quantisation is not None or rounding is not None)
+    given = {"foreign": foreign, "quantised": quantisation is not None or rounding is not None, "kv_dtype": kv_dtype}
+    how = kernels(config, device, chosen, **given)
     stored = chosen if kv_dtype is None else FP8
     memory = kv_memory(config, weights.held, device, stored, memory_fraction, GRAPHS if how.captured else 0)
     try:
         require_kv_dtype(config, kv_dtype, device)
     except InvalidRequestError as error:
         problems.append(str(error))
-    if kv_dtype is not None and device.type == "cpu":
-        notes.append("with KV in FP8, decode steps on a CPU run in plain torch, not in C")
     _judge(config, weights, memory, device, problems, notes)
     if how.captured:
         notes.append("at its start, an engine measures the memory of its largest steps, so less memory is left for KV")
