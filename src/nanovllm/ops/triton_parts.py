@@ -7,7 +7,8 @@ from nanovllm.ops.kv_cache import fp8
 
 LOG2E = 1.4426950408889634
 SCALE_BYTES = tl.constexpr(fp8.SCALE_BYTES)
-LARGEST, LEAST, MOST = tl.constexpr(fp8.LARGEST), tl.constexpr(fp8.LEAST), tl.constexpr(fp8.MOST)
+LARGEST, PER_LARGEST = tl.constexpr(fp8.LARGEST), tl.constexpr(fp8.PER_LARGEST)
+LEAST, MOST = tl.constexpr(fp8.LEAST), tl.constexpr(fp8.MOST)
 
 
 def score_scales(scale: float, softcap: float) -> tuple[float, float]:
@@ -60,7 +61,7 @@ def quantised_heads(x):
     wide = x.to(tl.float32)
     wide = tl.where(wide == wide, wide, 0.0)  # NaN  # noqa: PLR0124
     wide = tl.minimum(tl.maximum(wide, -MOST), MOST)
-    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(wide), 1), LARGEST), LEAST)
+    scale = tl.maximum(tl.max(tl.abs(wide), 1) * PER_LARGEST, LEAST)
     codes = tl.div_rn(wide, tl.broadcast_to(scale[:, None], wide.shape))
     return tl.minimum(tl.maximum(codes, -LARGEST), LARGEST).to(tl.float8e4nv), scale
 

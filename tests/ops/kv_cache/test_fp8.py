@@ -13,6 +13,7 @@ from nanovllm.ops.kv_cache.fp8 import (
     LARGEST,
     LEAST,
     MOST,
+    PER_LARGEST,
     as_rows,
     head_dim_of,
     numbers,
@@ -44,7 +45,7 @@ def test_quantised_is_the_nearest_code_of_a_scale_from_the_largest_value(values:
     x = torch.tensor(values, dtype=torch.float64).to(dtype)
     codes, scale = quantised(x)
     exact = x.float().double().nan_to_num(0.0, MOST, -MOST)
-    assert scale.item() == max((exact.abs().max().float() / LARGEST).item(), LEAST)
+    assert scale.item() == max((exact.abs().max().float() * PER_LARGEST).item(), LEAST)
     divided = (exact.float() / scale).clamp(-LARGEST, LARGEST).double()
     assert torch.equal(codes.double(), nearest(divided))
     back = codes.float() * scale

@@ -21,24 +21,12 @@ from nanovllm.ops.attention.reference import prefill_rows
 from nanovllm.ops.attention.rope_attend import rope_attend
 from nanovllm.ops.kv_cache.fp8 import FP8, numbers, read_tokens, split, stored_width
 from nanovllm.testing.models import tiny_config
-from nanovllm.testing.problems import attention_problem
+from nanovllm.testing.problems import attention_problem, fp8_pages
 
 pytest.importorskip("triton")
 CPU = torch.device("cpu")
 SHAPES = [(1, 1, 8), (3, 1, 12), (2, 4, 8), (1, 16, 32), (8, 3, 20)]  # key/value heads, page size, head_dim
 LIMITS = [(0, 0.0), (7, 0.5), (33, 0.0), (500, 2.0)]  # window, soft cap
-
-
-def in_fp8(pages: torch.Tensor) -> torch.Tensor:
-    """Pages `[..., N, 2, K, S, D]` of numbers as pages in FP8."""
-    *whole, _, _, heads, size, head_dim = pages.shape
-    layers = pages.reshape(-1, *pages.shape[-5:])
-    made = torch.zeros(*layers.shape[:-1], stored_width(head_dim, FP8), dtype=torch.uint8).view(FP8)
-    slots = torch.arange(layers.shape[1] * size, dtype=torch.int32)
-    for index, layer in enumerate(layers):
-        k, v = layer.permute(1, 0, 3, 2, 4).reshape(2, -1, heads, head_dim)
-        kv_write(made, index, k, v, slots)
-    return made.view(*whole, *made.shape[1:])
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +89,7 @@ def test_moving(heads: int, size: int, head_dim: int) -> None:
     from nanovllm.ops.kv_cache import triton_kv
 
     torch.manual_seed(size)
-    pages = in_fp8(torch.randn(2, 40, 2, heads, size, head_dim))
+    pages = fp8_pages(torch.randn(2, 40, 2, heads, size, head_dim))
     order, count = torch.randperm(40 * size).int(), 9
     src, dst, shift = order[:count], order[count : 2 * count], torch.randint(-50, 50, (count,), dtype=torch.int32)
     shift[0] = 0
@@ -120,7 +108,7 @@ def test_moving(heads: int, size: int, head_dim: int) -> None:
 def test_copying() -> None:
     from nanovllm.ops.kv_cache import triton_kv
 
-    pages = in_fp8(torch.randn(2, 5, 2, 2, 4, 8))
+    pages = fp8_pages(torch.randn(2, 5, 2, 2, 4, 8))
     want = pages.clone().view(torch.uint8)
     want[:, [3, 4]] = want[:, [0, 2]]
     triton_kv.copy_pages(pages.view(torch.uint8), torch.tensor([0, 2], dtype=torch.int32), torch.tensor([3, 4], dtype=torch.int32))
@@ -140,7 +128,7 @@ def test_decoding(
     from nanovllm.ops.attention import triton_rope_attend
 
     qkv, q_gain, k_gain, cos, sin, plain, layer, *rest = attention_problem(lens, heads, kv_heads, head_dim, size, True, torch.float32)
-    pages = in_fp8(plain)
+    pages = fp8_pages(plain)
     mine, want_pages = pages.clone(), pages.clone()
     want = rope_attend(qkv, q_gain, k_gain, cos, sin, want_pages, layer, *rest, 0, *limits)
     plan = FusedDecodePlan(len(qkv), heads, kv_heads, head_dim, CPU)
@@ -167,7 +155,7 @@ def test_decoding_in_halves(dtype: torch.dtype, tiny: float) -> None:
     qkv, q_gain, k_gain, cos, sin, plain, layer, *rest = attention_problem([1, 5, 40, 17], 4, 2, 16, 4, dtype == torch.float16, dtype)
     plain[:, :, 1] *= tiny
     qkv[:, -2 * 16 :] *= tiny
-    pages = in_fp8(plain)
+    pages = fp8_pages(plain)
     want = rope_attend(*(t if t is None else t.float() for t in (qkv, q_gain, k_gain)), cos, sin, pages.clone(), layer, *rest, 0)
     got = triton_rope_attend.launch(
         qkv, q_gain, k_gain, cos, sin, pages[layer], *rest, FusedDecodePlan(4, 4, 2, 16, CPU, (16, 1, 0, 4)), False
@@ -183,7 +171,7 @@ def test_shared_pages(rows: int, size: int, group: int, head_dim: int, limits: t
 
     torch.manual_seed(rows)
     kv_heads, width = 2, 9
-    pages = in_fp8(torch.randn(rows * width + 1, 2, kv_heads, size, head_dim))
+    pages = fp8_pages(torch.randn(rows * width + 1, 2, kv_heads, size, head_dim))
     tables = torch.randperm(rows * width).view(rows, width).int()
     tables[:, :4] = tables[0, :4]  # shared
     lens = torch.randint(4 * size + 1, width * size + 1, (rows,), dtype=torch.int32)
@@ -220,7 +208,7 @@ def test_prompts(
     cu_seqlens, seq_lens = np.concatenate(([0], new.cumsum())).astype(np.int32), (new + old).astype(np.int32)
     width = -(-int(seq_lens.max()) // size)
     tables = torch.randperm(len(rows) * width, dtype=torch.int32).view(len(rows), width)
-    pages = in_fp8(torch.randn(len(rows) * width, 2, kv_heads, size, head_dim))
+    pages = fp8_pages(torch.randn(len(rows) * width, 2, kv_heads, size, head_dim))
     for row, seq_len in enumerate(seq_lens.tolist()):  # no kernel may use what is behind the end of a row
         for part in split(pages):
             bits = part.view(torch.uint8)

@@ -16,6 +16,7 @@ from nanovllm.types import Float, Float32, Int32, Tensor
 FP8 = torch.float8_e4m3fn
 SCALE_BYTES = 4  # of a head's scale in float32
 LARGEST = 448.0  # the largest code of e4m3
+PER_LARGEST = 1 / LARGEST  # a factor, because torch divides by a number in different ways on a CPU and on a GPU
 LEAST = 2.0**-126  # the smallest scale, a normal number: zeros have it, so that no division gives NaN
 MOST = torch.finfo(torch.float32).max  # infinities become it
 
@@ -56,7 +57,7 @@ def quantised(x: Float[Tensor, "*axes D"]) -> tuple[Float[Tensor, "*axes D"], Fl
         ([0.0, -64.0, 448.0], [0.015625])
     """
     wide = x.to(torch.float32).nan_to_num(0.0, MOST, -MOST)
-    scale = (wide.abs().amax(-1, keepdim=True) / LARGEST).clamp(min=LEAST)
+    scale = (wide.abs().amax(-1, keepdim=True) * PER_LARGEST).clamp(min=LEAST)
     return (wide / scale).clamp(-LARGEST, LARGEST).to(FP8), scale
 
 
