@@ -15,7 +15,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.ops.attention.cascade_plan import CascadePlan
 from nanovllm.ops.backends import dependent_launch
-from nanovllm.ops.triton_parts import SCALE_BYTES, mixed_with, scales_of, score_scales, scores_of, slot_of_head, soft_capped
+from nanovllm.ops.kv_cache.triton_fp8 import SCALE_BYTES, mixed_with, scales_of, scores_of, slot_of_head
+from nanovllm.ops.triton_parts import score_scales, soft_capped
 from nanovllm.types import Float, Float32, Int32, Tensor
 
 NARROW = 16  # the smallest number of queries for a tensor core

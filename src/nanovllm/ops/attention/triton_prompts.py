@@ -14,7 +14,8 @@ import triton.language as tl
 
 from nanovllm.ops.attention.prompt_tiles import FIELDS, TilePlan
 from nanovllm.ops.kv_cache.fp8 import head_dim_of
-from nanovllm.ops.triton_parts import SCALE_BYTES, mixed_with, scales_of, score_scales, scores_of, slot_of_head, soft_capped
+from nanovllm.ops.kv_cache.triton_fp8 import SCALE_BYTES, mixed_with, scales_of, scores_of, slot_of_head
+from nanovllm.ops.triton_parts import score_scales, soft_capped
 from nanovllm.types import Float, Int32, Tensor
 
 

@@ -16,17 +16,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.ops.attention.fused_plan import FusedDecodePlan
 from nanovllm.ops.kv_cache.fp8 import head_dim_of
-from nanovllm.ops.triton_parts import (
-    SCALE_BYTES,
-    gained,
-    mixed_with,
-    quantised_heads,
-    scales_of,
-    score_scales,
-    scores_of,
-    slot_of_head,
-    soft_capped,
-)
+from nanovllm.ops.kv_cache.triton_fp8 import SCALE_BYTES, mixed_with, quantised_heads, scales_of, scores_of, slot_of_head
+from nanovllm.ops.triton_parts import gained, score_scales, soft_capped
 from nanovllm.types import Float, Float32, Int32, Tensor
 
 HEADS = 8  # heads per program of `_rope_write`

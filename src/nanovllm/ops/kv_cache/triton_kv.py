@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.ops.kv_cache.fp8 import head_dim_of, in_fp8
-from nanovllm.ops.triton_parts import quantised_heads, scales_of, slot_of_head
+from nanovllm.ops.kv_cache.triton_fp8 import quantised_heads, scales_of, slot_of_head
 from nanovllm.types import Float, Float32, Int32, Tensor
 
 MOVED = 16  # tokens that one program moves
