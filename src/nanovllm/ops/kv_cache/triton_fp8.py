@@ -50,5 +50,5 @@ def mixed_with(mixed, weights, values, value_scales, dtype: tl.constexpr, FP8: t
     """Return `mixed` plus the values by their weights. In FP8 the scales are in the weights, which float16 has no range for."""
     if not FP8:
         return tl.dot(weights.to(values.dtype), values, mixed, input_precision=PRECISION)
-    wide: tl.constexpr = tl.bfloat16 if dtype == tl.float16 else dtype
+    wide: tl.constexpr = tl.bfloat16 if dtype == tl.float16 else dtype  # pyright: ignore[reportAssignmentType]
     return tl.dot((weights * value_scales[None, :]).to(wide), values.to(wide), mixed, input_precision=PRECISION)

@@ -3,6 +3,9 @@
 Import this module only if Triton is installed.
 """
 
+# pyright: reportGeneralTypeIssues=false
+# (because kernels return tuples)
+
 from typing import Any
 
 import torch

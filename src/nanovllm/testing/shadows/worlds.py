@@ -4,7 +4,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -236,7 +236,7 @@ class SymbolicWorld:
 
     greedy_only = False
 
-    def __init__(self, vocab_size: int = 2, windows: tuple[int, ...] = (), kv_dtype: str | None = None):
+    def __init__(self, vocab_size: int = 2, windows: tuple[int, ...] = (), kv_dtype: Literal["fp8"] | None = None):
         config = tiny_config(
             vocab_size=vocab_size, hidden_size=8, intermediate_size=8, num_layers=2, num_heads=2, num_kv_heads=2,
             head_dim=2 if kv_dtype is None else 4, windows=windows,
@@ -322,7 +322,7 @@ class ModelWorld:
 
     greedy_only = True
 
-    def __init__(self, model: Model | None = None, tolerance: float = 1e-3, kv_dtype: str | None = None):
+    def __init__(self, model: Model | None = None, tolerance: float = 1e-3, kv_dtype: Literal["fp8"] | None = None):
         config = tiny_config(vocab_size=8, hidden_size=16, intermediate_size=16, num_heads=2, num_kv_heads=1, head_dim=8)
         self.model = random_model(config) if model is None else model
         self.tolerance, self.kv_dtype = tolerance, kv_dtype
