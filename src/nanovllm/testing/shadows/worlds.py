@@ -286,7 +286,7 @@ class SymbolicWorld:
         """Raise `ShadowMismatchError` unless pages and frames contain the numbers of these cells."""
         found, present = _slots(kv, _tables(pages, frames, retired), len(cells), self.model.config.places)
         wanted = np.array([cell.kv for cell in cells])
-        wrong = ((found.round().reshape(*found.shape[:2], -1) != wanted[:, None, None]) & present[:, :, None]).any((1, 2))
+        wrong = ((found.reshape(*found.shape[:2], -1) != wanted[:, None, None]) & present[:, :, None]).any((1, 2))
         if wrong.any():
             at = int(wrong.argmax())
             expect(False, f"slot {at} of pages {list(pages)} contains {np.unique(found[at])}, not {wanted[at]}")
