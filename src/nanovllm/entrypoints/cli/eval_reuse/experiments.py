@@ -32,7 +32,7 @@ def evaluate(model: Model, settings: Settings | None = None, *, progress: bool |
         model: The model.
         settings: The settings; None for the defaults.
         progress: Whether to show a progress bar; None shows it at a terminal.
-        **limits: Options of `init_state`.
+        **limits: Options of `init_state`. With `kv_dtype` the reference keeps its KV unrounded.
 
     Raises:
         InvalidRequestError: The model has no tokenizer, or its keys cannot be rotated, or the contexts are too long for it.
