@@ -8,6 +8,7 @@ from types import MappingProxyType
 from nanovllm.errors import CheckpointError, InvalidRequestError
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+KV_DTYPES = ("fp8",)  # of `kv_dtype`, besides None
 # The largest sizes, far above those of any model. With them every table of weights is small and every shape is one that torch has.
 LIMITS: Mapping[str, int] = MappingProxyType(
     {
@@ -284,6 +285,16 @@ def loaded_for_short(config: ModelConfig) -> bool:
     return config.rope.kind == "longrope" and config.max_position_embeddings == config.rope.original_max_position_embeddings
 
 
+def require_known_kv_dtype(kv_dtype: object) -> None:
+    """Require a value that the option `kv_dtype` may have.
+
+    Raises:
+        InvalidRequestError: It is neither None nor one of `KV_DTYPES`.
+    """
+    if kv_dtype is not None and kv_dtype not in KV_DTYPES:
+        raise InvalidRequestError(f"kv_dtype={kv_dtype!r} must be {' or '.join(map(repr, KV_DTYPES))}, or None for the model's dtype")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """The limits of one engine, as `init_state` resolved them.
@@ -298,6 +309,7 @@ class EngineConfig:
         num_frames: Frames, without the dummy frame; 0 if no layer has a window. A frame is the KV memory of a sliding-window page.
         max_prefill_tokens: The maximum number of prompt tokens in a step in which replies go on; None: no other limit than that of a step.
         context_doubling: Tokens of context with which a prompt token counts twice against `max_prefill_tokens`; 0: context does not count.
+        kv_dtype: "fp8": keys and values in e4m3, with a scale for each token and head. None: the model's dtype.
 
     Raises:
         InvalidRequestError: A limit is invalid.
@@ -316,6 +328,7 @@ class EngineConfig:
     num_frames: int = 0
     max_prefill_tokens: int | None = None
     context_doubling: int = 0
+    kv_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.num_frames, bool) or not isinstance(self.num_frames, int) or self.num_frames < 0:
@@ -328,5 +341,6 @@ class EngineConfig:
             raise InvalidRequestError(f"max_prefill_tokens={most!r} must be an integer of at least 1, or None")
         if isinstance(self.context_doubling, bool) or not isinstance(self.context_doubling, int) or self.context_doubling < 0:
             raise InvalidRequestError(f"context_doubling={self.context_doubling!r} must be an integer of at least 0")
+        require_known_kv_dtype(self.kv_dtype)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise InvalidRequestError(f"seed={self.seed!r} must be an integer in [0, 2**63)")

@@ -2,7 +2,8 @@
 
 Axes: T tokens of a step · B sequences of a step · R rows of logits · V vocabulary · L layers · N pages of a pool, the dummy page
 included · K key and value heads · H query heads · D head_dim · S page_size · P width of a page table · M hidden_size ·
-F intermediate_size. On a device, ids, positions, slots and lengths are int32, and keys of the random generator are int64.
+F intermediate_size · W last axis of a KV pool: D, or in FP8 D + 4. On a device, ids, positions, slots and lengths are int32, and keys of
+the random generator are int64.
 """
 
 import reprlib

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import nanovllm as nv
-from nanovllm.executor import cuda_graphs
+from nanovllm.chunks.prefill import plain_request
+from nanovllm.executor import attention_plans, cuda_graphs, graph_executor
+from nanovllm.executor.batch import decode_batch
 from nanovllm.executor.executor import Runtime
 from nanovllm.executor.graph_executor import GraphExecutor
 from nanovllm.executor.prompt_buffers import PromptBuffers
@@ -19,6 +21,8 @@ from nanovllm.executor.row_tables import RowTables
 from nanovllm.sampling import penalty_tables
 from nanovllm.sampling.penalty_tables import PenaltyTables
 from nanovllm.sampling.row_options import KINDS
+from nanovllm.state.request import Sequence
+from nanovllm.state.vector import IntVector
 from nanovllm.testing.models import byte_tokenizer, random_model, tiny_config
 from tests.executor.captured_on_cpu import graph_executor_of, without_cuda
 
@@ -400,3 +404,26 @@ def test_planted_faults_of_captured_prompts_are_found(owner: Any, name: str, fau
         except AssertionError:
             found += 1
     assert found
+
+
+@pytest.mark.parametrize("windows", [(), (5, 0), (5, 5)])
+@pytest.mark.parametrize(("seed", "num_pages", "cascade"), [(0, 60, None), (1, 14, None), (2, 20, True), (3, 20, False)])
+def test_kv_in_fp8_needs_no_plans_of_flashinfer(
+    windows: tuple[int, ...], seed: int, num_pages: int, cascade: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plans of our own attend, also where nothing is shared. Greedy replies are those of plain steps."""
+    monkeypatch.setattr(graph_executor, "Attention", attention_plans.Attention)
+    monkeypatch.setattr(attention_plans, "against_own_kernels", lambda *_: "")
+    model = random_model(replace(tiny_config(vocab_size=60), windows=windows), dtype="float64")
+    limits, greedy = {**LIMITS, "kv_dtype": "fp8"}, [client for client in CLIENTS if client.temperature == 0.0]
+    want, _ = served(model, nv.init_state(model, num_pages=num_pages, **limits), seed, clients=greedy)
+    state, executor = started(model, num_pages, limits, cascade=cascade)
+    got, state = served(model, state, seed, clients=greedy)
+    assert got == want
+    assert {kind.way for kind in executor._decode._steps} == {kind.way for kind in executor._extend._steps} == {"shared"}
+    with pytest.raises(attention_plans.AttentionUnavailableError, match="FP8"):
+        executor._attention.decode_plans(1)
+    request = plain_request(8)
+    rows = [Sequence(request=request, tokens=IntVector.of([1, 2, 3, 4, 5]), pages=IntVector.of([0, 1]), num_filled=4)]
+    plans = executor._follow(decode_batch(rows, page_size=4, dummy_page=num_pages), ticket=1)  # of a session
+    assert plans == (executor._sessions[1].handle,) * 2

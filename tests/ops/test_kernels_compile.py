@@ -10,6 +10,7 @@ import torch
 from nanovllm.ops.attention import cascade_plan, fused_plan
 from nanovllm.ops.attention.cascade_plan import CascadePlan, CascadeWorkspace, Run
 from nanovllm.ops.attention.fused_plan import FusedDecodePlan
+from nanovllm.ops.attention.prompt_tiles import TilePlan
 from nanovllm.ops.backends import LARGEST
 from nanovllm.ops.linear.linear_add_norm import wide_tile
 from nanovllm.ops.linear.norm_linear import ROWS, fits, tile_of
@@ -261,4 +262,37 @@ def test_filters(compiled: Compiled, dtype: torch.dtype) -> None:
     assert len({kernel.hash for kernel in compiled}) == 6  # an absent filter needs no kernel of its own; `_weigh` has two
     triton_penalised.launch(logits, some, torch.zeros(3, 151936, dtype=torch.int32), torch.zeros(3, 151936), ones, ones, ones,
                             some, torch.zeros(3, 4748, dtype=torch.int32))  # fmt: skip
+    compiled.check()
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "kv_heads", "head_dim", "dtype"),
+    [(1, 16, 8, 128, BF16), (32, 6, 2, 80, BF16), (24, 16, 8, 256, BF16), (64, 16, 8, 64, torch.float16)],
+)
+def test_kernels_over_kv_in_fp8(compiled: Compiled, rows: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    """Every kernel that reads or writes KV. GPUs below 8.9 have no e4m3, and engines refuse the option on them."""
+    if compiled.capability < 89:
+        pytest.skip("no e4m3")
+    from nanovllm.ops.attention import triton_cascade, triton_prompts, triton_rope_attend
+    from nanovllm.ops.kv_cache import triton_kv
+
+    given = attention_problem([20 + row for row in range(rows)], heads, kv_heads, head_dim, 16, True, dtype)
+    qkv, q_norm, k_norm, cos, sin, plain, _, tables, lens, slots, scale, eps = given
+    pages = torch.zeros(*plain.shape[:-1], head_dim + 4, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    near, tokens = (qkv, q_norm, k_norm, cos, sin, pages[0]), torch.zeros(rows, kv_heads, head_dim, dtype=dtype)
+    triton_kv.kv_write(pages[0], tokens, tokens, slots)
+    triton_kv.copy_pages(pages.view(torch.uint8), slots, slots)
+    triton_kv.move_kv(pages, slots, slots, slots, torch.ones(head_dim // 2))
+    for keep in (False, True):
+        triton_rope_attend.write(*near, slots, eps, keep, compiled.pdl)
+    q, cascade = torch.zeros(rows, heads, head_dim, dtype=dtype), CascadePlan(
+        CascadeWorkspace(rows, heads, head_dim, CPU), rows, heads, kv_heads, 16, CPU
+    )  # fmt: skip
+    assert cascade.update([Run(rows=np.arange(rows, dtype=np.int32), start=0, stop=1)])
+    prompts = TilePlan(rows, rows, heads, kv_heads, CPU)
+    for limits in LIMITS:
+        plan = FusedDecodePlan(rows, heads, kv_heads, head_dim, CPU)
+        triton_rope_attend.launch(*near, tables, lens, slots, scale, eps, plan, compiled.pdl, *limits)
+        triton_cascade.cascade_decode(q, pages[0], tables, lens, scale, cascade, *limits)
+        triton_prompts.attend_tiles(q, pages[0], tables, scale, prompts, *limits)
     compiled.check()

@@ -93,6 +93,30 @@ class SharedFrames(CascadeMachine):
     num_frames = (6, 30)
 
 
+class Fp8Chunks(ChunkMachine):
+    """Chunks, sessions and files of an engine whose KV is in FP8."""
+
+    world = SymbolicWorld(kv_dtype="fp8")
+
+
+class Fp8WindowChunks(WindowChunkMachine):
+    """The same with a layer that has a window, whose KV has a pool of its own."""
+
+    world = SymbolicWorld(windows=(3, 0), kv_dtype="fp8")
+
+
+class Fp8Cascade(CascadeMachine):
+    """Shared pages in FP8 are read once."""
+
+    world = SymbolicWorld(kv_dtype="fp8")
+
+
+class RealFp8(EngineMachine):
+    """A real model over KV in FP8, against a forward pass of all tokens over KV in FP8. One rounding that differs is within the bound."""
+
+    world = ModelWorld(tolerance=0.2, kv_dtype="fp8")
+
+
 @pytest.mark.parametrize(
     ("machine", "examples", "rules"),
     [
@@ -118,6 +142,10 @@ class SharedFrames(CascadeMachine):
         (RealWindows, 2, 40),
         (RealWindowChunks, 5, 30),
         (SharedFrames, 3, 50),
+        (Fp8Chunks, 20, 30),
+        (Fp8WindowChunks, 4, 30),
+        (Fp8Cascade, 4, 50),
+        (RealFp8, 3, 40),
         (AsyncMachine, 30, 50),
     ],
 )

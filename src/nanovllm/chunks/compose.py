@@ -18,6 +18,7 @@ from nanovllm.engine.donation import commit_state, enter_with, guarded, require_
 from nanovllm.engine.requests import capacity
 from nanovllm.errors import InvalidRequestError
 from nanovllm.models.model import Model
+from nanovllm.ops.kv_cache.fp8 import in_fp8, read_tokens
 from nanovllm.sampling.keywords import explain_unknown_keywords
 from nanovllm.state import pages as page_ops
 from nanovllm.state import pool as pools
@@ -298,10 +299,14 @@ def _deviation(model: Model, state: EngineState, sequence: Sequence, start: int)
     at, page_ids = np.arange(start, len(sequence.tokens)), sequence.pages.array()
     if windowed_pools(state)[pool] and state.pool.frames is not None:
         page_ids = state.pool.frames.of(page_ids)
-    pages, inside = (torch.from_numpy(part.astype(np.int64)).to(model.device) for part in (page_ids[at // size], at % size))
+    slots = torch.from_numpy((page_ids[at // size] * size + at % size).astype(np.int32)).to(model.device)
 
     def kv_of_tokens() -> torch.Tensor:
-        return state.kv.pools[pool][index, pages, :, :, inside].float()
+        layer = state.kv.pools[pool][index]
+        if in_fp8(layer):
+            codes, scales = read_tokens(layer, slots)
+            return codes.float() * scales
+        return layer[slots // size, :, :, slots % size].float()
 
     before = kv_of_tokens()
     run_again(probe, state, sequence, at)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from nanovllm.config import KV_DTYPES
 from nanovllm.entrypoints.process import freeze
 from nanovllm.models.model import Model
 from nanovllm.ops.linear.quantise import KINDS
@@ -89,7 +90,7 @@ def freeze_if_alone(options: argparse.Namespace) -> None:
 
 def engine_limits(options: argparse.Namespace) -> dict[str, Any]:
     """The options of `add_model_options` as arguments of `init_state`."""
-    names = ("num_pages", "num_frames", "max_model_len", "memory_fraction", "max_step_ms", "tuning")
+    names = ("num_pages", "num_frames", "max_model_len", "memory_fraction", "max_step_ms", "tuning", "kv_dtype")
     limits = {name: getattr(options, name) for name in names}
     return {**limits, "compile": False if options.eager else None}
 
@@ -99,6 +100,12 @@ def sampling(options: argparse.Namespace, model: Model) -> SamplingParams:
     names = set(SamplingParams.__dataclass_fields__)
     given = {name: value for name, value in vars(options).items() if name in names and value is not None}
     return replace(from_generation_config(model.generation_config), **given)
+
+
+def add_kv_dtype(parser: Any) -> None:
+    """Add the option for the dtype of keys and values to a parser or a group."""
+    kept = "keep keys and values as codes of 8 bits, in about half of the memory (default: the dtype of the model)"
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, help=kept)
 
 
 def add_model_options(parser: argparse.ArgumentParser, num_pages: str = POOL) -> None:
@@ -113,6 +120,7 @@ def add_model_options(parser: argparse.ArgumentParser, num_pages: str = POOL) ->
     group.add_argument("--num-pages", type=int, metavar="N", help=f"KV memory in pages of 16 tokens (default: {num_pages})")
     frames = "pages with KV in sliding-window layers, for models that have such layers (default: enough for all running requests)"
     group.add_argument("--num-frames", type=int, metavar="N", help=frames)
+    add_kv_dtype(group)
     group.add_argument("--max-model-len", type=int, metavar="N", help="maximum length of prompt and reply in tokens (default: the model's)")
     group.add_argument("--memory-fraction", type=float, default=0.9, metavar="X", help="fraction of a GPU's memory to use (default: 0.9)")
     bound = "about how long a step may take while replies go on, in milliseconds; longer prompts run in pieces (default: no bound)"

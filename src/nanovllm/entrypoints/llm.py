@@ -108,6 +108,7 @@ class LLM:
         trust_remote_code: bool = False,
         quantization: Literal["fp8", "int8", "int4"] | None = None,
         quantize_head: bool = False,
+        kv_dtype: Literal["fp8"] | None = None,
     ) -> None:
         """Load a model and create its engine.
 
@@ -136,6 +137,7 @@ class LLM:
             trust_remote_code: Whether Python code in the checkpoint may be executed.
             quantization: `"fp8"`, `"int8"` or `"int4"`: matrices are rounded while they are loaded, as in `load_model`. None: they are not.
             quantize_head: Whether the output matrix is rounded, too.
+            kv_dtype: `"fp8"`: keys and values as codes of 8 bits, with a scale for each token and head. None: the model's dtype.
 
         Raises:
             CheckpointError: The model cannot be loaded.
@@ -172,6 +174,7 @@ class LLM:
             cascade=cascade,
             check=check,
             tuning=tuning,
+            kv_dtype=kv_dtype,
         )
 
     def __repr__(self) -> str:

@@ -2,6 +2,8 @@
 
 FlashInfer's kernels are built when they are first used on a machine, which takes one to two minutes. An engine whose decode steps run on
 our own kernels, and may share pages, does not wait: until FlashInfer's kernels are there, prompts run on our own ones too.
+
+FlashInfer knows one scale for all KV. So with KV in FP8, where each token and head has its own, our own kernels serve everything, for good.
 """
 
 import sys
@@ -22,7 +24,7 @@ from nanovllm.ops.attention.cascade_plan import Run
 from nanovllm.ops.attention.flashinfer import AttentionWorkspace
 from nanovllm.ops.attention.flashinfer_plans import DecodePlan, PrefillPlan
 from nanovllm.ops.attention.prompt_tiles import TilePlan
-from nanovllm.ops.backends import attention_backend
+from nanovllm.ops.backends import against_own_kernels, attention_backend
 from nanovllm.state.kv_cache import pages_for
 
 R = TypeVar("R")
@@ -86,16 +88,23 @@ class Attention:
             the constructor waits for FlashInfer's kernels.
 
     Raises:
-        AttentionUnavailableError: FlashInfer cannot serve the model on this machine.
+        AttentionUnavailableError: FlashInfer cannot serve the model on this machine; or, with KV in FP8, our own kernels cannot.
     """
 
     def __init__(self, model: Model, limits: EngineConfig, policy: CascadePolicy | None, *, beside: bool = False):
         c = model.config
+        self.policy, self._own = policy, limits.kv_dtype is not None
+        self._model, self._max_rows = model, limits.max_num_seqs
+        self._loading: Loading | None = None
+        self._tiles: PromptPlans | None = None  # of the last batch, whose kernels may still run
+        self._plans: SharedPlans | None = None
+        if self._own:
+            if why := against_own_kernels(model.device, model.dtype):
+                raise AttentionUnavailableError(f"no kernel can serve KV in {limits.kv_dtype} on this machine: {why}")
+            return
         windows = tuple(dict.fromkeys(c.windows)) or (0,)
         if attention_backend(model.device, model.dtype, c.head_dim, limits.page_size) != "flashinfer":
             raise AttentionUnavailableError(f"FlashInfer cannot serve {model.dtype} with head_dim={c.head_dim} on this machine")
-        self.policy = policy
-        self._model, self._max_rows = model, limits.max_num_seqs
         sizes = (
             pages_for(limits.max_model_len, limits.page_size), c.num_heads, c.num_kv_heads, c.head_dim, limits.page_size, model.dtype,
             model.device,
@@ -103,15 +112,12 @@ class Attention:
         # A plan holds page tables, so the layers of each pool need their own.
         groups = ((0,), tuple(filter(None, windows))) if len(c.pool_sizes) == 2 else (windows,)
         self._shape = PlanShape(workspace=workspace_of(model, limits), sizes=sizes, groups=groups, softcap=c.attention_softcap)
-        self._loading: Loading | None = None
-        self._tiles: PromptPlans | None = None  # of the last batch, whose kernels may still run
-        self._plans: SharedPlans | None = None
         if not beside:
             self._plans = _available(partial(shared_plans, self._shape, limits.max_num_seqs))
 
     def load(self) -> None:
-        """Start to load FlashInfer's kernels, unless they are there."""
-        if self._plans is None and self._loading is None:
+        """Start to load FlashInfer's kernels, unless they are there, or cannot serve the KV."""
+        if not self._own and self._plans is None and self._loading is None:
             self._loading = Loading(self._shape.kernels(), self._model.device)
 
     def settle(self, *, quiet: bool = False) -> None:
@@ -139,7 +145,13 @@ class Attention:
         return self._plans is not None
 
     def decode_plans(self, size: int) -> DecodePlans:
-        """Return new plans for decode batches of `size` rows. Waits for FlashInfer's kernels."""
+        """Return new plans for decode batches of `size` rows. Waits for FlashInfer's kernels.
+
+        Raises:
+            AttentionUnavailableError: The kernels cannot be loaded, or cannot serve the dtype of the KV.
+        """
+        if self._own:
+            raise AttentionUnavailableError("FlashInfer cannot serve KV in FP8 with a scale for each token and head")
         make = partial(DecodePlan, self._shape.workspace, size, *self._shape.sizes)
         plans = _available(lambda: [make(windows, self._shape.softcap) for windows in self._shape.groups])
         return DecodePlans(plans[0], plans[1] if len(plans) == 2 else None)

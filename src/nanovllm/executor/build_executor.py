@@ -33,9 +33,12 @@ R = TypeVar("R")
 
 
 def _captures(model: Model, limits: EngineConfig, compile: bool | None) -> bool:
-    """Whether steps will be captured in CUDA graphs: on a GPU whose attention FlashInfer serves."""
-    served = not model.foreign and attention_backend(model.device, model.dtype, model.config.head_dim, limits.page_size) == "flashinfer"
-    return compile is not False and served
+    """Whether steps will be captured in CUDA graphs: on a GPU whose attention FlashInfer serves, or our own kernels for KV in FP8."""
+    if compile is False or model.foreign:
+        return False
+    if limits.kv_dtype is not None:
+        return own_kernels(model.device, model.dtype)
+    return attention_backend(model.device, model.dtype, model.config.head_dim, limits.page_size) == "flashinfer"
 
 
 def tuned_cuts(model: Model, limits: EngineConfig, compile: bool | None, tuning: bool | str | os.PathLike[str] | None) -> Cuts | None:
@@ -83,7 +86,8 @@ def first_start(
         if sized:
             measured(model, limits, None, cuts, KINDS[:-1])  # log-probabilities are looked up by tokens that no kernel has written
 
-    options = limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len, limits.page_size, cascade, sized, cuts
+    sizes = limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len, limits.page_size
+    options = (*sizes, cascade, sized, cuts) if limits.kv_dtype is None else (*sizes, cascade, sized, cuts, limits.kv_dtype)
     first = FirstStart(model.device, model.config, model.dtype, options)
     first.rehearse(start)
     return first

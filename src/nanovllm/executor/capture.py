@@ -31,6 +31,7 @@ from nanovllm.executor.carry import with_static_addresses
 from nanovllm.executor.decode_carry import DecodeCarry
 from nanovllm.executor.fresh_carry import engine_of, log_of, note, require_fresh, require_room
 from nanovllm.executor.session_lease import Place, SessionLease
+from nanovllm.ops.kv_cache.fp8 import as_bytes
 from nanovllm.state.device_errors import watched
 from nanovllm.types import Tensor, function_name
 
@@ -214,11 +215,12 @@ def _tried(function: Callable[..., Any], carry: DecodeCarry, inputs: tuple[Any, 
 def _kept_pages(carry: DecodeCarry) -> Iterator[None]:
     """Put back the last page of each row. After one split it is spare, so a second split in a function that is tried overwrites it."""
     lasts = [] if log_of(carry).branches is None else last_pages(carry)
-    kept = [pages[:, last.long()] for pages, last in zip(carry.kv.pools, lasts, strict=False)]
+    pools = [as_bytes(pages) for pages in carry.kv.pools]
+    kept = [pages[:, last.long()] for pages, last in zip(pools, lasts, strict=False)]
     try:
         yield
     finally:
-        for pages, last, values in zip(carry.kv.pools, lasts, kept, strict=False):
+        for pages, last, values in zip(pools, lasts, kept, strict=False):
             pages[:, last.long()] = values
 
 

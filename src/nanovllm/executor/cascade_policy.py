@@ -16,7 +16,7 @@ from nanovllm.executor.batch import EXTENSION, HostBatch
 from nanovllm.models.model import Model
 from nanovllm.ops.attention.cascade import PromptCascade
 from nanovllm.ops.attention.cascade_plan import CascadePlan, CascadeWorkspace, Run
-from nanovllm.state.kv_cache import bytes_per_page
+from nanovllm.state.kv_cache import bytes_per_page, stored_dtype
 from nanovllm.state.pool_sizes import dummies
 from nanovllm.types import Int32
 
@@ -115,6 +115,7 @@ class CascadePolicy:
         page_size: Tokens per page.
         page_bytes: Bytes of a page in one layer.
         group: Query heads per KV head.
+        alone: Share nothing. Plans then only divide long rows between programs.
         no_frame: If every layer has a sliding window: the number in the page tables for pages whose memory was given up. Nothing is shared
             from the first such page on.
     """
@@ -124,13 +125,16 @@ class CascadePolicy:
     page_bytes: int
     group: int
     no_frame: int | None = None
+    alone: bool = False
 
     def decode(self, host: HostBatch) -> list[Run] | None:
         """The runs of a decode batch; None if it is faster that each row reads its own pages."""
-        return self._runs(host, host.seq_lens // self.page_size, DECODE_BYTES)
+        return None if self.alone else self._runs(host, host.seq_lens // self.page_size, DECODE_BYTES)
 
     def may_share(self, rows: int, most_tokens: int) -> bool:
         """Whether `decode` returns runs for any batch of so many rows, of at most so many tokens each."""
+        if self.alone:
+            return False
         pages = most_tokens // self.page_size
         spared = (rows - 1) * pages * self.page_bytes
         return rows > 1 and self._worth(rows, pages) and spared >= (1 if self.always else DECODE_BYTES)
@@ -138,6 +142,8 @@ class CascadePolicy:
     def prompts(self, host: HostBatch) -> list[Run] | None:
         """The runs of a batch of prompts; None if it is faster that each row reads its own pages."""
         assert host.cu_seqlens is not None
+        if self.alone:
+            return None
         counts = np.diff(host.cu_seqlens)
         if not self.always and host.cu_seqlens[-1] * self.group > FULL_TILE * len(counts):
             return None  # rows fill a kernel's tiles by themselves: arithmetic is the limit, and sharing saves none
@@ -155,13 +161,14 @@ class CascadePolicy:
         return self.always or (rows - 1) * pages * self.page_size >= RUN_TOKENS
 
 
-def cascade_policy(model: Model, limits: EngineConfig, *, always: bool) -> CascadePolicy:
+def cascade_policy(model: Model, limits: EngineConfig, *, always: bool, alone: bool = False) -> CascadePolicy:
     """The policy of an engine."""
     c, size = model.config, limits.page_size
     return CascadePolicy(
         always=always,
+        alone=alone,
         page_size=size,
-        page_bytes=bytes_per_page(c, page_size=size, dtype=model.dtype) // c.num_layers,
+        page_bytes=bytes_per_page(c, page_size=size, dtype=stored_dtype(limits, model.dtype)) // c.num_layers,
         group=c.num_heads // c.num_kv_heads,
         no_frame=dummies(c, limits)[0] if c.all_windowed else None,
     )

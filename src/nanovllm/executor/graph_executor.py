@@ -117,7 +117,8 @@ class GraphExecutor:
         self._forward = fused_forward(model, choice, cuts) if served else compiled_forward(model)
         # If every layer has a sliding window, few tokens see shared pages, and shared pages may have no frames.
         apart = cascade is False or (cascade is None and model.config.all_windowed)
-        policy = None if apart else cascade_policy(model, limits, always=bool(cascade))
+        own = limits.kv_dtype is not None  # then the plans of our own kernels serve long rows too, also if nothing is shared
+        policy = None if apart and not own else cascade_policy(model, limits, always=bool(cascade), alone=apart)
         self._cascades = None if policy is None else Cascades(model, limits, policy)
         sizes = batch_sizes(limits.max_num_seqs)
         self._rows = RowTables(limits.max_num_seqs, model.config.vocab_size, model.device)
@@ -127,7 +128,16 @@ class GraphExecutor:
         self._attention = Attention(model, limits, policy, beside=self._together and policy is not None)
         warm = two_of_each(model.params) if self._together and not model.config.windows else model.params
         self._decode = StepGraphs(
-            model, limits, sizes, self._forward, tables, self._attention, self._cascades, fused=self._together, cuts=cuts, warm=warm
+            model,
+            limits,
+            sizes,
+            self._forward,
+            tables,
+            None if own else self._attention,
+            self._cascades,
+            fused=self._together,
+            cuts=cuts,
+            warm=warm,
         )
         # Tokens of one prompt share nearly all pages that they attend to, even if sequences share none.
         within = None if self._cascades is None else self._cascades.within(replace(self._cascades.policy, always=True))

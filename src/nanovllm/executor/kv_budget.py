@@ -19,7 +19,7 @@ from nanovllm.models.fast.cuts import Cuts
 from nanovllm.models.model import Model
 from nanovllm.sampling.penalty_tables import PenaltyTables, draw_rows
 from nanovllm.sampling.row_options import KINDS, LINES, Kind, pack, row_options
-from nanovllm.state.kv_cache import init_kv
+from nanovllm.state.kv_cache import init_kv, stored_dtype
 
 GRAPHS = 576 << 20  # bytes for later: captured graphs, with cuBLAS workspaces of their own, and kernels that are loaded when they first run
 CPU_KV_BYTES = 4 << 30  # the default on a CPU
@@ -66,9 +66,9 @@ def _prompts(model: Model, limits: EngineConfig, choice: FastChoice | None, cuts
     served = all_fused(model, choice)
     forward = fused_forward(model, choice, cuts) if served else model.spec.forward
     # Our own kernels attend where they can: FlashInfer's may not be built yet, and hold no more than their workspace.
-    attention = None if served else Attention(model, small, None)  # no rows share pages
-    workspace = workspace_of(model, small) if served else None  # only takes its memory
-    where = {"page_size": small.page_size, "dtype": model.dtype, "device": model.device}
+    attention = None if served or small.kv_dtype else Attention(model, small, None)  # no rows share pages
+    workspace = workspace_of(model, small) if served and not small.kv_dtype else None  # only takes its memory
+    where = {"page_size": small.page_size, "dtype": stored_dtype(small, model.dtype), "device": model.device}
     kv = init_kv(model.config, num_pages=1, num_frames=small.num_frames or None, **where)
     rows = -(-small.max_num_batched_tokens // small.max_model_len)
     for host in sample_prompts(small, [(rows, small.max_num_batched_tokens // rows)], model.config):

@@ -17,6 +17,7 @@ from nanovllm.errors import InvalidRequestError
 from nanovllm.models.common.batch import Batch
 from nanovllm.models.common.params import Params
 from nanovllm.ops import kv_write, paged_decode, paged_prefill
+from nanovllm.ops.kv_cache.fp8 import head_dim_of, in_fp8
 from nanovllm.state.kv_cache import KVState
 from nanovllm.types import Float, Int32, Tensor, register_value
 
@@ -53,7 +54,7 @@ class PagedStep(nn.Module):
     `cu_seqlens` is empty for a decode batch. `plan` is on the host.
     """
 
-    pages: Float[Tensor, "L N 2 K S D"]
+    pages: Float[Tensor, "L N 2 K S W"]
     slots: Int32[Tensor, "T"]
     page_tables: Int32[Tensor, "B P"]
     seq_lens: Int32[Tensor, "B"]
@@ -79,8 +80,9 @@ class PagedStep(nn.Module):
     ) -> Tensor:
         """Write the keys and values of the module's layer, then attend over the page tables. Narrow heads are padded with zeros."""
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        width, kept = self.pages.shape[-1], value.shape[-1]
-        q_THD, k_TKD, v_TKD = (_heads(each, width, self.pages.dtype) for each in (query, key, value))
+        width, kept = head_dim_of(self.pages), value.shape[-1]
+        dtype = value.dtype if in_fp8(self.pages) else self.pages.dtype
+        q_THD, k_TKD, v_TKD = (_heads(each, width, dtype) for each in (query, key, value))
         layer, plan = module.layer_idx, int(self.plan)
         kv_write(self.pages, layer, k_TKD, v_TKD, self.slots)
         over = (self.pages, layer, self.page_tables, self.seq_lens)

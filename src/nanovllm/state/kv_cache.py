@@ -7,7 +7,9 @@ import numpy as np
 import torch
 
 from nanovllm import ops
-from nanovllm.config import ModelConfig
+from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.errors import InvalidRequestError
+from nanovllm.ops.kv_cache.fp8 import FP8, SCALE_BYTES, stored_width
 from nanovllm.types import Float, Tensor, brief_fields, register_value
 
 
@@ -19,14 +21,15 @@ class KVState:
         pools: One tensor per group of layers: first the layers without a sliding window, then those with one. A group without layers has no
             tensor. Each has the shape `[L, N, 2, K, S, D]`: layers, pages, keys and values, KV heads, token slots of a page, head size.
             Pages address the first pool. Frames (the KV memory of sliding-window pages) address the second. N includes one dummy page at
-            the end, which takes the writes of padding and of tokens that run again.
+            the end, which takes the writes of padding and of tokens that run again. In FP8 the last axis is D + 4, with the layout of
+            `ops/kv_cache/fp8.py`.
 
     Examples:
         >>> [list(pool.shape) for pool in state.kv.pools]
         [[8, 65, 2, 2, 16, 64]]
     """
 
-    pools: tuple[Float[Tensor, "_L _N 2 K S D"], ...]
+    pools: tuple[Float[Tensor, "_L _N 2 K S W"], ...]
 
     def __repr__(self) -> str:
         return brief_fields(self)
@@ -46,7 +49,7 @@ def init_kv(
         config: The model's config.
         num_pages: Pages, without the dummy page.
         page_size: Tokens per page.
-        dtype: The dtype of keys and values.
+        dtype: The dtype of keys and values; see `stored_dtype`.
         device: Where the memory is.
         num_frames: Frames of the layers with a sliding window, without the dummy frame. None: one frame per page, with the page's number.
     """
@@ -54,7 +57,7 @@ def init_kv(
     counts = (frames,) if config.all_windowed else (num_pages, frames)
 
     def pool(layers: int, count: int) -> Tensor:
-        shape = (layers, count + 1, 2, config.num_kv_heads, page_size, config.head_dim)
+        shape = (layers, count + 1, 2, config.num_kv_heads, page_size, stored_width(config.head_dim, dtype))
         return _lazy_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
 
     return KVState(pools=tuple(pool(*sizes) for sizes in zip(config.pool_sizes, counts, strict=False)))
@@ -71,9 +74,35 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(raw[start : start + size]).view(dtype).view(shape)
 
 
+def stored_dtype(limits: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of an engine's KV pools, given the dtype of its model.
+
+    Examples:
+        >>> stored_dtype(state.config, torch.bfloat16), stored_dtype(replace(state.config, kv_dtype="fp8"), torch.bfloat16)
+        (torch.bfloat16, torch.float8_e4m3fn)
+    """
+    return dtype if limits.kv_dtype is None else FP8
+
+
+def require_kv_dtype(config: ModelConfig, kv_dtype: str | None, device: torch.device) -> None:
+    """Require that a model's KV can have the dtype that the option of `init_state` asks for.
+
+    Raises:
+        InvalidRequestError: FP8 was asked for, and the heads or the GPU do not allow it.
+    """
+    if kv_dtype is None:
+        return
+    if config.head_dim % SCALE_BYTES:
+        why = f"a head_dim that is a multiple of {SCALE_BYTES}, and this model has {config.head_dim}"
+        raise InvalidRequestError(f"kv_dtype={kv_dtype!r} needs {why}: leave kv_dtype out")
+    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < (8, 9):
+        why = f"a GPU of compute capability 8.9 or more, and {device} has {'.'.join(map(str, found))}"
+        raise InvalidRequestError(f"kv_dtype={kv_dtype!r} needs {why}: leave kv_dtype out")
+
+
 def bytes_per_page(config: ModelConfig, *, page_size: int, dtype: torch.dtype) -> int:
     """Bytes of one page over all layers, its frame included."""
-    return config.num_layers * 2 * config.num_kv_heads * page_size * config.head_dim * dtype.itemsize
+    return config.num_layers * 2 * config.num_kv_heads * page_size * stored_width(config.head_dim, dtype) * dtype.itemsize
 
 
 def bytes_by_group(config: ModelConfig, *, page_size: int, dtype: torch.dtype) -> tuple[int, int]:

@@ -4,7 +4,9 @@ from typing import Any
 
 import torch
 
+from nanovllm.ops import kv_write
 from nanovllm.ops.elementwise.norm_rope import ACTS
+from nanovllm.ops.kv_cache.fp8 import FP8, stored_width
 from nanovllm.types import Tensor
 
 
@@ -122,3 +124,15 @@ def wide_experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weigh
             total += share * (down[e].double() @ (ACTS[act](gate) * up))
         rows.append(total)
     return torch.stack(rows)
+
+
+def fp8_pages(pages: Tensor) -> Tensor:
+    """Return pages of numbers, `[..., N, 2, K, S, D]`, as pages in FP8, written by `kv_write`."""
+    layers = pages.reshape(-1, *pages.shape[-5:])
+    _, num_pages, _, heads, size, head_dim = layers.shape
+    made = torch.zeros(*layers.shape[:-1], stored_width(head_dim, FP8), dtype=torch.uint8, device=pages.device).view(FP8)
+    slots = torch.arange(num_pages * size, dtype=torch.int32, device=pages.device)
+    for index, layer in enumerate(layers):
+        k, v = layer.permute(1, 0, 3, 2, 4).reshape(2, -1, heads, head_dim)
+        kv_write(made, index, k, v, slots)
+    return made.view(*pages.shape[:-5], *made.shape[1:])

@@ -123,10 +123,10 @@ def test_a_lookup_hashes_each_token_once(model: Model, tmp_path: Path, monkeypat
             return self.digest.hexdigest()
 
     monkeypatch.setattr(stores, "hashlib", SimpleNamespace(sha256=Counting))
-    assert store._candidates(model, np.array(tokens, np.int32)) == keys[::-1]
+    assert store._candidates(model, np.array(tokens, np.int32), model.dtype) == keys[::-1]
     assert sum(hashed) == 4 * 20
     for count in (1, 7, 19):
-        assert store._candidates(model, np.array(tokens[:count], np.int32)) == keys[:count][::-1]
+        assert store._candidates(model, np.array(tokens[:count], np.int32), model.dtype) == keys[:count][::-1]
 
 
 def test_a_given_key_is_replaced(model: Model, tmp_path: Path) -> None:

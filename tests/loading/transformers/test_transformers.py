@@ -259,3 +259,11 @@ def test_check_of_what_is_refused_says_why_and_loads_nothing(tmp_path: Path, cap
 def test_built_in_architectures_do_not_need_transformers() -> None:
     code = "import sys, nanovllm; nanovllm.load_model('tiny', 'cpu'); sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_kv_in_fp8_is_the_same_in_pieces_and_alone(made: Made, model: Model) -> None:
+    llm = nv.LLM(model, num_pages=64, page_size=4, kv_dtype="fp8")
+    want = [out.token_ids for out in llm.generate([list(row) for row in ROWS], GREEDY)]
+    for row, reply in zip(ROWS, want, strict=True):
+        pieces = nv.LLM(model, num_pages=64, page_size=4, max_num_batched_tokens=3, kv_dtype="fp8")
+        assert pieces.generate([list(row)], GREEDY)[0].token_ids == reply

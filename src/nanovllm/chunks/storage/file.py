@@ -28,6 +28,7 @@ from nanovllm.engine.requests import capacity
 from nanovllm.errors import ChunkFileError, InvalidRequestError, OutOfPagesError
 from nanovllm.files import as_path, open_file, put, temporary
 from nanovllm.models.model import Model
+from nanovllm.ops.kv_cache.fp8 import FP8, as_rows, chosen, in_fp8, write_rows
 from nanovllm.state import pool as pools
 from nanovllm.state.chunk import Chunk, offset_after
 from nanovllm.state.device_errors import watched
@@ -82,7 +83,7 @@ def load_chunk(model: Model, state: EngineState, path: str | os.PathLike[str]) -
     shared, and new ones enter it. The page size may differ from that of the engine that saved the file.
 
     Args:
-        model: The model of `init_state`, with the fingerprint and dtype of the file.
+        model: The model of `init_state`, with the fingerprint of the file. The dtype of the engine's KV must be that of the file.
         state: The newest state of the engine.
         path: A file of `save_chunk`.
 
@@ -90,7 +91,7 @@ def load_chunk(model: Model, state: EngineState, path: str | os.PathLike[str]) -
         The next state, and the chunk.
 
     Raises:
-        ChunkFileError: The file is missing, truncated, changed or not a chunk file, or has another model, dtype or format version.
+        ChunkFileError: The file is missing, truncated, changed or not a chunk file, or has another model, KV dtype or format version.
         InvalidRequestError: The chunk is too long for the engine, or `path` is not a file name.
         OutOfPagesError: Too few pages are available now.
         DonatedStateError: `state` was donated to a later call.
@@ -134,6 +135,7 @@ def place(
         read: Begins to read its KV from the first window on, as `blocks.read_kv` does.
         namespace: Indexed KV is shared only within it.
     """
+    require_kv_dtype(head, state, path)
     count, size, gaps = len(head.tokens), state.config.page_size, head.gaps
     limit = min(state.config.max_model_len - offset_after(gaps), capacity(state))
     if count > limit:
@@ -183,7 +185,7 @@ def gatherer(state: EngineState, chunk: Chunk) -> Callable[[int, Tensor], None]:
     """A function that copies rows of a chunk into host memory, as `blocks.write_file` takes it. It is valid as long as the state is."""
     page_ids, frames = chunk.pages.array(), state.pool.frames
     like = state.kv.pools[0]
-    whole = like.shape[-1] * like.itemsize % 8 == 0  # copying the same bytes as int64 is several times as fast
+    whole = not in_fp8(like) and like.shape[-1] * like.itemsize % 8 == 0  # copying the same bytes as int64 is several times as fast
     sources = [
         (
             pool.view(torch.int64) if whole else pool,
@@ -243,16 +245,27 @@ def require_model(head: Head, model: Model, path: Path) -> None:
     """Require a head of `decode` that fits the model in all else.
 
     Raises:
-        ChunkFileError: The dtype, rotary embedding or vocabulary differs.
+        ChunkFileError: The rotary embedding or the vocabulary differs, or the dtype is neither the model's nor FP8.
     """
     config = model.config
-    if head.dtype != model.dtype:
+    if head.dtype not in (model.dtype, FP8):
         raise ChunkFileError(f"{path}: its dtype is {head.dtype}, but the model {model.name} is loaded in {model.dtype}")
     if head.rope != (rope := _rope(config.rope)):
         raise ChunkFileError(f"{path}: its keys were rotated by {dict(head.rope)}, but the model rotates by {rope}")
     outside = head.tokens[(head.tokens < 0) | (head.tokens >= config.vocab_size)]
     if len(outside):
         raise ChunkFileError(f"{path}: token id {int(outside[0])} is outside the vocabulary 0 ... {config.vocab_size - 1}")
+
+
+def require_kv_dtype(head: Head, state: EngineState, path: Path) -> None:
+    """Require a head whose KV has the dtype of an engine's KV.
+
+    Raises:
+        ChunkFileError: The dtype differs. KV is never converted: its provenance would no longer be true.
+    """
+    if head.dtype != (own := state.kv.pools[0].dtype):
+        asked = "kv_dtype='fp8'" if head.dtype == FP8 else "kv_dtype=None"
+        raise ChunkFileError(f"{path}: its KV is {head.dtype}, but this engine's is {own}: load it in an engine with {asked}")
 
 
 def _rope(rope: RopeConfig) -> dict[str, Any]:
@@ -297,19 +310,23 @@ def _gather(by_layer: Seq[tuple[Tensor, Tensor]], num_tokens: int, first: int, o
         memory, pages = by_layer[layer]
         size = memory.shape[3]
         before = token // size
-        whole = memory.index_select(0, pages[before : -(-stop // size)])  # n 2 K S D
-        rows = whole.permute(0, 3, 1, 2, 4).flatten(0, 1)[token - before * size : stop - before * size]
+        wanted = pages[before : -(-stop // size)]
+        by_token = as_rows(chosen(memory, wanted)) if in_fp8(memory) else memory.index_select(0, wanted).permute(0, 3, 1, 2, 4)
+        rows = by_token.flatten(0, 1)[token - before * size : stop - before * size]
         out[at : at + len(rows)].copy_(rows, non_blocking=True)
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def _scatter(
-    kv: KVState, places: Seq[tuple[int, int]], rows: Float[Tensor, "n 2 K D"], first: int, slots: Seq[Int32[Tensor, "T"]], start: int
+    kv: KVState, places: Seq[tuple[int, int]], rows: Float[Tensor, "n 2 K W"], first: int, slots: Seq[Int32[Tensor, "T"]], start: int
 ) -> None:
     """Write rows into their slots, which differ by pool. Rows of tokens before `start` are left out."""
     for layer, token, stop, at in _spans(first, len(rows), len(slots[0])):
         low, (pool, index) = max(token, start), places[layer]
         if low < stop:
             part = rows[at + low - token : at + stop - token]
-            ops.kv_write(kv.pools[pool], index, part[:, 0], part[:, 1], slots[pool][low:stop])
+            if in_fp8(rows):
+                write_rows(kv.pools[pool][index], part, slots[pool][low:stop])
+            else:
+                ops.kv_write(kv.pools[pool], index, part[:, 0], part[:, 1], slots[pool][low:stop])

@@ -2,7 +2,8 @@
 
 A file is plain safetensors (github.com/huggingface/safetensors#format), little-endian. Its tensors are `tokens` I32 `[T]`, `positions`
 I32 `[T]` and, last, `kv` `[L, T, 2, K, D]`. The tokens are in order, whatever pages held them; axis 2 is keys, values. A row is one token
-in one layer. KV is divided into blocks of whole rows, at most 2 MiB each.
+in one layer. KV in FP8 is U8 `[L, T, 2, K, D + 4]`: the D codes of a head in e4m3, then its scale in float32. KV is divided into blocks of
+whole rows, at most 2 MiB each.
 
 The metadata has two digests. `kv_sha256` is the SHA-256 of the concatenated SHA-256s of the blocks. `sha256` is that of everything before
 the KV, with its own digits replaced by zeros. They detect accidents, not forgery: anybody who can write a file can compute both.
@@ -24,13 +25,15 @@ import numpy as np
 import torch
 
 from nanovllm.errors import ChunkFileError
+from nanovllm.ops.kv_cache.fp8 import FP8, stored_width
 from nanovllm.state.chunk import Gaps, Provenance
 from nanovllm.types import FLOATS
 
 FORMAT, VERSION, KEY_FORM = "nanovllm-chunk", "1", "rotated"
 
 
-CODES = MappingProxyType({dtype: code for code, dtype in FLOATS.items()})
+STORED: Mapping[str, torch.dtype] = MappingProxyType({**FLOATS, "U8": FP8})  # KV dtypes by the codes of safetensors
+CODES = MappingProxyType({dtype: code for code, dtype in STORED.items()})
 
 
 MAX_HEADER = 1 << 20  # the largest JSON header that is read, in bytes; `encode` writes smaller ones
@@ -46,7 +49,7 @@ class Head:
     Attributes:
         fingerprint: The model's fingerprint.
         dtype: The KV's dtype.
-        shape: The KV's shape `[L, T, 2, K, D]`.
+        shape: The KV's shape `[L, T, 2, K, D]`; in FP8 `[L, T, 2, K, D + 4]`.
         page_size: Tokens per page of the engine that saved the file; readers do not need it.
         rope: The fields of the `RopeConfig` by which the keys were rotated.
         provenance: Whether the KV is exact.
@@ -66,6 +69,11 @@ class Head:
     tokens: np.ndarray
     positions: np.ndarray
     kv_sha256: str = UNKNOWN
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head, without the bytes of a scale."""
+        return self.shape[-1] - stored_width(0, self.dtype)
 
     @property
     def row_bytes(self) -> int:
@@ -128,7 +136,7 @@ def decode(fd: int, path: Path, fingerprint: str, most: tuple[int, ...]) -> Head
         fd: The file.
         path: Its name, for errors.
         fingerprint: The model's fingerprint.
-        most: The shape `[L, T, 2, K, D]` of the KV of the longest chunk.
+        most: The shape `[L, T, 2, K, D]` of the KV of the longest chunk, with D channels per head whatever the dtype.
 
     Raises:
         ChunkFileError: The file cannot be read, is not a valid chunk file, or has another model or shape.
@@ -166,6 +174,7 @@ def _decode(fd: int, fingerprint: str, most: tuple[int, ...]) -> Head:
     if metadata.get("version") != VERSION:
         raise _RefusedError(f"its format version is {reprlib.repr(metadata.get('version'))}; this package reads version {VERSION!r}")
     dtype, shape = _kv_layout(header.get("kv"))
+    most = (*most[:-1], stored_width(most[-1], dtype))
     before = 8 + length + 8 * shape[1]
     whole = before + math.prod(shape) * dtype.itemsize
     if whole != status.st_size:
@@ -222,11 +231,11 @@ def _require_written_so(head: Head, raw: bytes) -> None:
 
 def _kv_layout(entry: Any) -> tuple[torch.dtype, tuple[int, ...]]:
     dtype, shape = (entry.get("dtype"), entry.get("shape")) if isinstance(entry, dict) else (None, None)
-    if dtype not in FLOATS or not isinstance(dtype, str):
-        raise _RefusedError(f"its kv has dtype {reprlib.repr(dtype)}, expected one of {', '.join(FLOATS)}")
+    if dtype not in STORED or not isinstance(dtype, str):
+        raise _RefusedError(f"its kv has dtype {reprlib.repr(dtype)}, expected one of {', '.join(STORED)}")
     if not isinstance(shape, list) or len(shape) != 5 or any(type(n) is not int or not 0 < n < 2**31 for n in shape) or shape[2] != 2:
         raise _RefusedError(f"its kv has shape {reprlib.repr(shape)}, expected [layers, tokens, 2, heads, head_dim]")
-    return FLOATS[dtype], tuple(shape)
+    return STORED[dtype], tuple(shape)
 
 
 def _check(head: Head) -> None:

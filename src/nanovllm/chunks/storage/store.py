@@ -24,11 +24,13 @@ from nanovllm.chunks.storage import file as chunk_file
 from nanovllm.chunks.storage import format as chunk_format
 from nanovllm.chunks.storage.format import Head
 from nanovllm.chunks.storage.store_index import KEYS, Entry, entry_of, read_index, write_index
+from nanovllm.config import require_known_kv_dtype
 from nanovllm.engine.donation import enter, enter_with, require_live, require_model
 from nanovllm.engine.prompt import encode, token_array
 from nanovllm.errors import ChunkFileError, InvalidRequestError, OutOfPagesError
 from nanovllm.files import TEMPORARY, as_path, open_file, put, temporary
 from nanovllm.models.model import Model
+from nanovllm.ops.kv_cache.fp8 import FP8
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.engine_state import EngineState
 
@@ -183,7 +185,7 @@ class ChunkStore:
             raise InvalidRequestError(f"key_or_tokens={reprlib.repr(key_or_tokens)} must be a key or token ids")
         tokens = token_array(key_or_tokens, model.config.vocab_size)
         too_long: InvalidRequestError | OutOfPagesError | None = None
-        for key in self._candidates(model, tokens):
+        for key in self._candidates(model, tokens, state.kv.pools[0].dtype):
             try:
                 after, chunk = self._load(model, state, key, tokens)
             except ChunkFileError:
@@ -197,7 +199,7 @@ class ChunkStore:
             raise too_long  # from the shortest candidate
         return state, None
 
-    def longest(self, model: Model, tokens: str | Seq[int] | np.ndarray, *, verify: bool = True) -> str | None:
+    def longest(self, model: Model, tokens: str | Seq[int] | np.ndarray, *, verify: bool = True, kv_dtype: str | None = None) -> str | None:
         """Find the longest stored chunk that is exact, of this model, and a prefix of the tokens.
 
         Damaged files are skipped.
@@ -206,6 +208,7 @@ class ChunkStore:
             model: The model.
             tokens: Token ids, or a text, which is encoded as a prompt.
             verify: Whether to read the whole file and check its digests. False: check only its head.
+            kv_dtype: The option of the engine that shall load the chunk; see `init_state`.
 
         Returns:
             The key, or None if no chunk matches.
@@ -222,10 +225,11 @@ class ChunkStore:
             'king'
         """
         require_model(model)
+        require_known_kv_dtype(kv_dtype)
         if not isinstance(tokens, str | list | tuple | np.ndarray):
             raise InvalidRequestError(f"tokens={reprlib.repr(tokens)} must be a text or token ids")
         ids = encode(model, tokens, first=True) if isinstance(tokens, str) else token_array(tokens, model.config.vocab_size)
-        for key in self._candidates(model, ids):
+        for key in self._candidates(model, ids, model.dtype if kv_dtype is None else FP8):
             with suppress(ChunkFileError):
                 opened = self._open(key)
                 if opened is None:
@@ -358,9 +362,9 @@ class ChunkStore:
         self._touch(key)
         return state, chunk
 
-    def _candidates(self, model: Model, tokens: np.ndarray) -> list[str]:
-        """Keys of chunks that are exact prefixes of the tokens according to the index, the longest first."""
-        data, dtype = memoryview(tokens.astype("<i4").tobytes()), chunk_format.CODES[model.dtype]
+    def _candidates(self, model: Model, tokens: np.ndarray, kv_dtype: torch.dtype) -> list[str]:
+        """Keys of chunks with this dtype that are exact prefixes of the tokens according to the index, the longest first."""
+        data, dtype = memoryview(tokens.astype("<i4").tobytes()), chunk_format.CODES[kv_dtype]
         index, digests, digest, done = read_index(self.folder), dict[int, str](), hashlib.sha256(), 0
         fitting = [
             (entry.num_tokens, key)
@@ -379,7 +383,7 @@ class ChunkStore:
             return False
         fd, path = opened
         try:
-            stored = chunk_format.decode(fd, path, head.fingerprint, head.shape)
+            stored = chunk_format.decode(fd, path, head.fingerprint, (*head.shape[:-1], head.head_dim))
             chunk_file.verify(fd, stored, path, torch.device("cpu"))
         except ChunkFileError:
             return False

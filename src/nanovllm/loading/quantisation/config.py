@@ -20,7 +20,8 @@ READ = (
     "quantization='fp8', 'int8' or 'int4'"
 )
 GPTQ_FILE, MODELOPT_FILE = "quantize_config.json", "hf_quant_config.json"
-KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".output_scale")  # of quantised KV and attention
+# Scales for all KV of a layer, which nobody reads: KV in FP8 has finer ones here, of each token and head, made when it is written.
+KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".output_scale")
 LONGEST_PATTERN = 500  # characters of a regular expression of the config
 MOST_REPEATS = 5  # in such an expression: each may multiply the time of a search by the length of a name
 REPEATED_GROUP = re.compile(r"\)[*+{]")
@@ -133,10 +134,11 @@ def _awq(config: HF) -> Quantisation:
 
 
 def _compressed(config: HF) -> Quantisation:
-    groups = config.get("config_groups")
+    kv_only = bool(config.get("kv_cache_scheme")) and not config.get("config_groups")  # then the weights are plain
+    groups = {} if kv_only else config.get("config_groups")
     if config.get("sparsity_config") and config["sparsity_config"].get("format", "dense") != "dense":
         raise _refused(config, "sparsity_config", "is not dense")
-    if not isinstance(groups, Mapping) or not groups:
+    if not isinstance(groups, Mapping) or not (groups or kv_only):
         raise _refused(config, "config_groups", "has no groups")
     rules = []
     for name, group in groups.items():

@@ -92,7 +92,7 @@ def _traced() -> bool:
 def decode_layer(
     w: Layer[Tensor],
     x: Float[Tensor, "B M"],
-    pages: Float[Tensor, "L N 2 K S D"],
+    pages: Float[Tensor, "L N 2 K S W"],
     index: int,
     cos: Float32[Tensor, "B 1 D"],
     sin: Float32[Tensor, "B 1 D"],

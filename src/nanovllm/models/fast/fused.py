@@ -195,7 +195,7 @@ def layer(
 def decode_layer(
     w: Layer[Tensor],
     x: Float[Tensor, "T M"],
-    pages: Float[Tensor, "L N 2 K S D"],
+    pages: Float[Tensor, "L N 2 K S W"],
     index: int,
     cos: Float32[Tensor, "T 1 D"],
     sin: Float32[Tensor, "T 1 D"],
@@ -221,7 +221,7 @@ def wide_layer(
     x: Float[Tensor, "T M"],
     h: Float[Tensor, "T M"],
     gain: Float[Tensor, "M"],
-    pages: Float[Tensor, "L N 2 K S D"],
+    pages: Float[Tensor, "L N 2 K S W"],
     index: int,
     cos: Float32[Tensor, "T 1 D"],
     sin: Float32[Tensor, "T 1 D"],

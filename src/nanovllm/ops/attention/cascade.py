@@ -24,7 +24,7 @@ LOG2E = 1 / math.log(2)
 def run_cascade(
     plan: CascadePlan,
     q: Float[Tensor, "B H D"],
-    pages: Float[Tensor, "L N 2 K S D"],
+    pages: Float[Tensor, "L N 2 K S W"],
     layer: int,
     page_tables: Int32[Tensor, "B P"],
     seq_lens: Int32[Tensor, "B"],
@@ -70,7 +70,7 @@ class PromptCascade:
     def run(
         self,
         q: Float[Tensor, "T H D"],
-        pages: Float[Tensor, "L N 2 K S D"],
+        pages: Float[Tensor, "L N 2 K S W"],
         layer: int,
         page_tables: Int32[Tensor, "B P"],
         scale: float,
@@ -91,7 +91,7 @@ def run_tokens(runs: Seq[Run], cu_seqlens: Int32[np.ndarray, "bounds"]) -> list[
 
 def cascade_rows(
     q: Float[Tensor, "T H D"],
-    pages: Float[Tensor, "N 2 K S D"],
+    pages: Float[Tensor, "N 2 K S W"],
     page_tables: Int32[Tensor, "T P"],
     seq_lens: Int32[Tensor, "T"],
     scale: float,

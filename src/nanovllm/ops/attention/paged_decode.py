@@ -19,7 +19,7 @@ _LIBRARY.define(
 
 def paged_decode(
     q: Float[Tensor, "B H D"],
-    pages: Float[Tensor, "L N 2 K S D"],
+    pages: Float[Tensor, "L N 2 K S W"],
     layer: int,
     page_tables: Int32[Tensor, "B P"],
     seq_lens: Int32[Tensor, "B"],
@@ -38,7 +38,7 @@ def paged_decode(
 
     Args:
         q: Queries, `[B, H, D]`; H is a multiple of K.
-        pages: One KV pool, `[L, N, 2, K, S, D]`.
+        pages: One KV pool, `[L, N, 2, K, S, D]`, or in FP8 with the layout of `ops/kv_cache/fp8.py`.
         layer: The layer's index in this pool.
         page_tables: Page numbers of each row, int32 `[B, P]`.
         seq_lens: Tokens of each row, int32 `[B]`, each at least 1. A padding row has 1 token, on the dummy page.

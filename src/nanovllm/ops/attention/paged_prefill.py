@@ -20,7 +20,7 @@ _LIBRARY.define(
 
 def paged_prefill(
     q: Float[Tensor, "T H D"],
-    pages: Float[Tensor, "L N 2 K S D"],
+    pages: Float[Tensor, "L N 2 K S W"],
     layer: int,
     page_tables: Int32[Tensor, "B P"],
     seq_lens: Int32[Tensor, "B"],
@@ -43,7 +43,7 @@ def paged_prefill(
 
     Args:
         q: Queries of all rows, one row after another, `[T, H, D]`; H is a multiple of K.
-        pages: One KV pool, `[L, N, 2, K, S, D]`.
+        pages: One KV pool, `[L, N, 2, K, S, D]`, or in FP8 with the layout of `ops/kv_cache/fp8.py`.
         layer: The layer's index in this pool.
         page_tables: Page numbers of each row, int32 `[B, P]`.
         seq_lens: Tokens of each row, new ones included, int32 `[B]`.

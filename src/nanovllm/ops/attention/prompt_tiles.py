@@ -71,7 +71,7 @@ class TilePlan:
     def follow(
         self,
         q: Float[Tensor, "T H D"],
-        pages: Float[Tensor, "N 2 K S D"],
+        pages: Float[Tensor, "N 2 K S W"],
         page_tables: Int32[Tensor, "B P"],
         scale: float,
         window: int = 0,

@@ -9,19 +9,26 @@ Shapes: n queries of one row · C keys of one row · G query heads of one key/va
 import torch
 from einops import rearrange
 
+from nanovllm.ops.kv_cache.fp8 import chosen, in_fp8, numbers
 from nanovllm.types import Float, Int32, Tensor
 
 MAX_SCORES = 1 << 22  # score elements of one row in memory at once; this bounds the memory for long prompts
 MAX_GATHERED = 1 << 28  # key and value elements that `decode_rows` copies at once
 
 
-def row_kv(pages: Float[Tensor, "N 2 K S D"], table: Int32[Tensor, "P"], seq_len: int, start: int = 0) -> Float[Tensor, "2 K C D"]:
-    """Gather one row's keys and values `start ... seq_len - 1` from one layer's pages. Raises `IndexError` if the table is too short."""
+def row_kv(pages: Float[Tensor, "N 2 K S W"], table: Int32[Tensor, "P"], seq_len: int, start: int = 0) -> Float[Tensor, "2 K C D"]:
+    """Gather one row's keys and values `start ... seq_len - 1` from one layer's pages; those in FP8 become float32.
+
+    Raises `IndexError` if the table is too short.
+    """
     page_size = pages.shape[3]
     num_pages, first = -(-seq_len // page_size), start // page_size
     if num_pages > table.shape[0]:
         raise IndexError(f"a row of {seq_len} tokens needs {num_pages} pages of {page_size}, but its page table has {table.shape[0]}")
-    gathered = pages.permute(1, 2, 0, 3, 4).index_select(2, table[first:num_pages])
+    if in_fp8(pages):
+        gathered = numbers(chosen(pages, table[first:num_pages])).permute(1, 2, 0, 3, 4)
+    else:
+        gathered = pages.permute(1, 2, 0, 3, 4).index_select(2, table[first:num_pages])
     return gathered.flatten(2, 3)[:, :, start - first * page_size : seq_len - first * page_size]
 
 
@@ -76,7 +83,7 @@ def attend_one(q: Float[Tensor, "H D"], kv: Float[Tensor, "2 K C D"], scale: flo
 
 def prefill_rows(
     q: Float[Tensor, "T H D"],
-    pages: Float[Tensor, "N 2 K S D"],
+    pages: Float[Tensor, "N 2 K S W"],
     page_tables: Int32[Tensor, "B P"],
     seq_lens: Int32[Tensor, "B"],
     cu_seqlens: Int32[Tensor, "B+1"],
@@ -97,7 +104,7 @@ def prefill_rows(
 
 def decode_rows(
     q: Float[Tensor, "B H D"],
-    pages: Float[Tensor, "N 2 K S D"],
+    pages: Float[Tensor, "N 2 K S W"],
     page_tables: Int32[Tensor, "B P"],
     seq_lens: Int32[Tensor, "B"],
     scale: float,
@@ -123,7 +130,7 @@ def decode_rows(
     out = q.new_empty(num_rows, num_heads, head_dim)
     for lo in range(0, num_rows, block):
         rows = slice(lo, min(num_rows, lo + block))
-        kv = rearrange(pages[page_tables[rows]], "b p two k s d -> two b k (p s) d").to(dtype)
+        kv = rearrange(numbers(chosen(pages, page_tables[rows])), "b p two k s d -> two b k (p s) d").to(dtype)
         q_bkgd = (q[rows].to(dtype) * scale).view(-1, num_kv_heads, num_heads // num_kv_heads, head_dim)
         at, lens = positions[rows], seq_lens[rows, None]
         masked = (at >= lens) | (at < lens - window) if window else at >= lens

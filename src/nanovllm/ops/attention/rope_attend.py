@@ -10,6 +10,7 @@ from nanovllm.ops.attention.paged_decode import paged_decode
 from nanovllm.ops.attention.plan_table import PlanMismatchError, lookup
 from nanovllm.ops.backends import HALVES, dependent_launch, installed
 from nanovllm.ops.elementwise.norm_rope import apply_rope, rms_norm
+from nanovllm.ops.kv_cache.fp8 import head_dim_of
 from nanovllm.ops.kv_cache.kv_write import kv_write
 from nanovllm.types import Float, Float32, Int32, Tensor
 
@@ -34,7 +35,7 @@ def rope_attend(
     k_norm: Float[Tensor, "D"] | None,
     cos: Float32[Tensor, "B 1 D"],
     sin: Float32[Tensor, "B 1 D"],
-    pages: Float[Tensor, "L N 2 K S D"],
+    pages: Float[Tensor, "L N 2 K S W"],
     layer: int,
     page_tables: Int32[Tensor, "B P"],
     seq_lens: Int32[Tensor, "B"],
@@ -53,7 +54,7 @@ def rope_attend(
         k_norm: Norm weight of key heads, `[D]`; None means no norm.
         cos: Cosines from `rotary_angles`, `[B, 1, D]`.
         sin: Sines from `rotary_angles`, `[B, 1, D]`.
-        pages: One KV pool, `[L, N, 2, K, S, D]`.
+        pages: One KV pool, `[L, N, 2, K, S, D]`, or in FP8 with the layout of `ops/kv_cache/fp8.py`.
         layer: The layer's index in this pool.
         page_tables: Page numbers of each row, int32 `[B, P]`.
         seq_lens: Tokens of each row, new token included, int32 `[B]`.
@@ -83,7 +84,7 @@ def rope_write(
     k_norm: Float[Tensor, "D"] | None,
     cos: Float32[Tensor, "T 1 D"],
     sin: Float32[Tensor, "T 1 D"],
-    pages: Float[Tensor, "L N 2 K S D"],
+    pages: Float[Tensor, "L N 2 K S W"],
     layer: int,
     slots: Int32[Tensor, "T"],
     eps: float,
@@ -98,7 +99,7 @@ def rope_write(
 
 def _heads(qkv: Tensor, pages: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v as views of a fused projection's output."""
-    (_, _, _, num_kv_heads, _, head_dim) = pages.shape
+    num_kv_heads, head_dim = pages.shape[3], head_dim_of(pages)
     heads = qkv.unflatten(-1, (-1, head_dim))
     q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
     return q, k, v
@@ -132,7 +133,7 @@ def _write_cuda(qkv, q_norm, k_norm, cos, sin, pages, layer, slots, eps) -> None
 
 @torch.library.register_fake("nanovllm::rope_attend", lib=_LIBRARY)
 def _fake(qkv, q_norm, k_norm, cos, sin, pages, layer, page_tables, seq_lens, slots, scale, eps, plan, window=0, softcap=0.0):
-    return qkv.new_empty(qkv.shape[0], qkv.shape[1] - 2 * pages.shape[3] * pages.shape[5])
+    return qkv.new_empty(qkv.shape[0], qkv.shape[1] - 2 * pages.shape[3] * head_dim_of(pages))
 
 
 def _steps(qkv, q_norm, k_norm, cos, sin, pages, layer, page_tables, seq_lens, slots, scale, eps, plan, window=0, softcap=0.0) -> Tensor:
@@ -156,7 +157,8 @@ def _cuda(qkv, q_norm, k_norm, cos, sin, pages, layer, page_tables, seq_lens, sl
         q = triton_rope_attend.write(qkv.contiguous(), q_norm, k_norm, cos, sin, pages[layer], slots, eps, False, pdl)
         return paged_decode(q, pages, layer, page_tables, seq_lens, scale, plan, window, softcap).flatten(1)
     shape = (known.num_heads, known.num_kv_heads, known.head_dim)
-    given = (qkv.shape[1] // pages.shape[5] - 2 * pages.shape[3], pages.shape[3], pages.shape[5])
+    head_dim = head_dim_of(pages)
+    given = (qkv.shape[1] // head_dim - 2 * pages.shape[3], pages.shape[3], head_dim)
     if shape != given or qkv.shape[0] > known.batch_size:
         raise PlanMismatchError(
             f"plan {plan} is for {known.batch_size} rows of (heads, key/value heads, head_dim) {shape}, got {qkv.shape[0]} of {given}"

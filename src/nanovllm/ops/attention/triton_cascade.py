@@ -15,6 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.ops.attention.cascade_plan import CascadePlan
 from nanovllm.ops.backends import dependent_launch
+from nanovllm.ops.kv_cache.triton_fp8 import SCALE_BYTES, mixed_with, scales_of, scores_of, slot_of_head
 from nanovllm.ops.triton_parts import score_scales, soft_capped
 from nanovllm.types import Float, Float32, Int32, Tensor
 
@@ -34,7 +35,9 @@ def _read(
     few warps to hide them. Loads bypass L1 (".cg"), so they see writes of earlier kernels even before this kernel has waited (see `_own`).
     With WINDOWED, query m sees no token before `seen[m]`. With SOFTCAP, `scale` is the argument of `soft_capped`.
     """
-    PAGE: tl.constexpr = 2 * K * S * D
+    FP8: tl.constexpr = kv.dtype.element_ty == tl.float8e4nv
+    VALUES: tl.constexpr = K * S * (D + SCALE_BYTES) if FP8 else K * S * D
+    PAGE: tl.constexpr = 2 * VALUES
     WHOLE: tl.constexpr = N % S == 0
     factor = 1.0 if SOFTCAP > 0 else scale
     d, n = tl.arange(0, DP), tl.arange(0, N)
@@ -43,7 +46,7 @@ def _read(
     total = tl.zeros([M], tl.float32)
     mixed = tl.zeros([M, DP], tl.float32)
     last = (stop + S - 1) // S
-    here = kv + ((k * S + n % S) * D)[:, None] + d[None, :]
+    here = kv + slot_of_head(k, n % S, S, D, FP8)[:, None] + d[None, :]
     # Page ids are loaded one iteration ahead, not by the pipeliner: it would spend a stage on them that keys and values need.
     place = begin // S + n // S
     page = tl.load(table + place, mask=place < last, other=0)
@@ -53,12 +56,17 @@ def _read(
             base = here + (page.to(tl.int64) * PAGE)[:, None]
             place = (at + N) // S + n // S
         else:
-            base = kv + (page.to(tl.int64) * PAGE + (k * S + (at + n) % S) * D)[:, None] + d[None, :]
+            base = kv + (page.to(tl.int64) * PAGE + slot_of_head(k, (at + n) % S, S, D, FP8))[:, None] + d[None, :]
             place = (at + N + n) // S
+        key_scales, value_scales = n, n
+        if FP8:
+            scales = scales_of(kv + page.to(tl.int64) * PAGE, k, (at + n) % S, S, D)
+            key_scales = tl.load(scales, mask=ok, other=0.0, cache_modifier=".cg")
+            value_scales = tl.load(scales + VALUES // 4, mask=ok, other=0.0, cache_modifier=".cg")
         page = tl.load(table + place, mask=place < last, other=0)
         keys = tl.load(base, mask=ok[:, None] & inside[None, :], other=0.0, cache_modifier=".cg")
-        values = tl.load(base + K * S * D, mask=ok[:, None] & inside[None, :], other=0.0, cache_modifier=".cg")
-        scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
+        values = tl.load(base + VALUES, mask=ok[:, None] & inside[None, :], other=0.0, cache_modifier=".cg")
+        scores = scores_of(q, keys, key_scales, FP8, PRECISION)
         if SOFTCAP > 0:
             scores = soft_capped(scores, scale, SOFTCAP)
         scores = tl.where(ok[None, :], scores, float("-inf"))
@@ -69,7 +77,7 @@ def _read(
         faded = tl.exp2(highest - safe)
         weights = tl.exp2(scores * factor - safe[:, None])
         total = total * faded + tl.sum(weights, 1)
-        mixed = tl.dot(weights.to(values.dtype), values, mixed * faded[:, None], input_precision=PRECISION)
+        mixed = mixed_with(mixed * faded[:, None], weights, values, value_scales, q.dtype, FP8, PRECISION)
         highest = now
     return highest, total, mixed
 
@@ -204,7 +212,7 @@ def _merge(part, lse, starts, places, out, H: tl.constexpr, D: tl.constexpr, DP:
 
 def cascade_decode(
     q: Float[Tensor, "B H D"],
-    kv: Float[Tensor, "N 2 K S D"],
+    kv: Float[Tensor, "N 2 K S W"],
     page_tables: Int32[Tensor, "B P"],
     seq_lens: Int32[Tensor, "B"],
     scale: float,

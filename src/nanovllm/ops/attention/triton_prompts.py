@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 
 from nanovllm.ops.attention.prompt_tiles import FIELDS, TilePlan
+from nanovllm.ops.kv_cache.fp8 import head_dim_of
+from nanovllm.ops.kv_cache.triton_fp8 import SCALE_BYTES, mixed_with, scales_of, scores_of, slot_of_head
 from nanovllm.ops.triton_parts import score_scales, soft_capped
 from nanovllm.types import Float, Int32, Tensor
 
@@ -27,7 +29,9 @@ def _attend(
 
     Query m is token `place[m]` of its row. Without CAUSAL it sees all these tokens, and their number is a multiple of N.
     """
-    PAGE: tl.constexpr = 2 * K * S * D
+    FP8: tl.constexpr = kv.dtype.element_ty == tl.float8e4nv
+    VALUES: tl.constexpr = K * S * (D + SCALE_BYTES) if FP8 else K * S * D
+    PAGE: tl.constexpr = 2 * VALUES
     factor = 1.0 if SOFTCAP > 0 else scale
     n, d = tl.arange(0, N), tl.arange(0, DP)
     inside = (d < D)[None, :]
@@ -35,16 +39,21 @@ def _attend(
     page = tl.load(table + (begin + n) // S, mask=begin + n < stop, other=0)
     for at in tl.range(begin, stop, N, num_stages=STAGES):
         token = at + n
-        base = kv + (page.to(tl.int64) * PAGE + (k * S + token % S) * D)[:, None] + d[None, :]
+        base = kv + (page.to(tl.int64) * PAGE + slot_of_head(k, token % S, S, D, FP8))[:, None] + d[None, :]
+        key_scales, value_scales = token, token
+        if FP8:
+            scales = scales_of(kv + page.to(tl.int64) * PAGE, k, token % S, S, D)
+            key_scales = tl.load(scales, mask=token < stop, other=0.0)
+            value_scales = tl.load(scales + VALUES // 4, mask=token < stop, other=0.0)
         page = tl.load(table + (token + N) // S, mask=token + N < stop, other=0)
         ok = (token < stop)[:, None] & inside if CAUSAL else inside
         if CAUSAL or D < DP:
             keys = tl.load(base, mask=ok, other=0.0)
-            values = tl.load(base + K * S * D, mask=ok, other=0.0)
+            values = tl.load(base + VALUES, mask=ok, other=0.0)
         else:
             keys = tl.load(base)
-            values = tl.load(base + K * S * D)
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+            values = tl.load(base + VALUES)
+        scores = scores_of(queries, keys, key_scales, FP8, PRECISION)
         if SOFTCAP > 0:
             scores = soft_capped(scores, scale, SOFTCAP)
         if CAUSAL:
@@ -56,7 +65,7 @@ def _attend(
         faded = tl.exp2(highest - safe)
         weights = tl.exp2(scores * factor - safe[:, None])
         total = total * faded + tl.sum(weights, 1)
-        mixed = tl.dot(weights.to(values.dtype), values, mixed * faded[:, None], input_precision=PRECISION)
+        mixed = mixed_with(mixed * faded[:, None], weights, values, value_scales, queries.dtype, FP8, PRECISION)
         highest = now
     return highest, total, mixed
 
@@ -94,7 +103,7 @@ def _prompts(
 
 def attend_tiles(
     q: Float[Tensor, "T H D"],
-    kv: Float[Tensor, "N 2 K S D"],
+    kv: Float[Tensor, "N 2 K S W"],
     page_tables: Int32[Tensor, "B P"],
     scale: float,
     plan: TilePlan,
@@ -106,6 +115,7 @@ def attend_tiles(
     Queries in no tile get zeros: padding must not put NaN into the dummy page.
     """
     (num_heads, head_dim), (_, _, num_kv_heads, page_size, _) = q.shape[1:], kv.shape
+    assert head_dim == head_dim_of(kv)
     if q.stride()[1:] != (head_dim, 1):
         q = q.contiguous()
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)

@@ -15,6 +15,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.ops.attention.fused_plan import FusedDecodePlan
+from nanovllm.ops.kv_cache.fp8 import head_dim_of
+from nanovllm.ops.kv_cache.triton_fp8 import SCALE_BYTES, mixed_with, quantised_heads, scales_of, scores_of, slot_of_head
 from nanovllm.ops.triton_parts import gained, score_scales, soft_capped
 from nanovllm.types import Float, Float32, Int32, Tensor
 
@@ -46,12 +48,20 @@ def _visible(t, seen, old, WINDOWED: tl.constexpr):
 def _tile(
     kv, tables, t, seen, old, k, h, inside, page_stride, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Load keys and values `[T, DP]` of tokens t; tokens outside the mask of `_visible` give 0."""
+    """Load keys and values `[T, DP]` of tokens t, and in FP8 their scales; tokens outside the mask of `_visible` give 0."""
+    FP8: tl.constexpr = kv.dtype.element_ty == tl.float8e4nv
+    VALUES: tl.constexpr = K * S * (D + SCALE_BYTES) if FP8 else K * S * D
     ok = _visible(t, seen, old, WINDOWED)
     pages = tl.load(tables + t // S, mask=ok, other=0, cache_modifier=".cg").to(tl.int64)
-    at = kv + pages[:, None] * page_stride + ((k * S + t % S) * D)[:, None] + h[None, :]
+    at = kv + pages[:, None] * page_stride + slot_of_head(k, t % S, S, D, FP8)[:, None] + h[None, :]
     both = ok[:, None] & inside[None, :]
-    return tl.load(at, mask=both, other=0.0, cache_modifier=".cg"), tl.load(at + K * S * D, mask=both, other=0.0, cache_modifier=".cg")
+    key_scales, value_scales = t, t
+    if FP8:
+        scales = scales_of(kv + pages * page_stride, k, t % S, S, D)
+        key_scales = tl.load(scales, mask=ok, other=0.0, cache_modifier=".cg")
+        value_scales = tl.load(scales + VALUES // 4, mask=ok, other=0.0, cache_modifier=".cg")
+    keys = tl.load(at, mask=both, other=0.0, cache_modifier=".cg")
+    return keys, tl.load(at + VALUES, mask=both, other=0.0, cache_modifier=".cg"), key_scales, value_scales
 
 
 @triton.jit
@@ -101,14 +111,16 @@ def _scaled(scores, scale, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _absorb(q, keys, values, ok, highest, total, mixed, scale, SOFTCAP: tl.constexpr):
+def _absorb(
+    q, keys, values, key_scales, value_scales, ok, highest, total, mixed, scale, SOFTCAP: tl.constexpr, FP8: tl.constexpr
+):  # fmt: skip
     """Add one tile to the online softmax (Milakov & Gimelshein, 2018), in base 2."""
-    scores = _scaled(tl.dot(q, tl.trans(keys), input_precision="ieee"), scale, SOFTCAP)
+    scores = _scaled(scores_of(q, keys, key_scales, FP8, "ieee"), scale, SOFTCAP)
     scores = tl.where(ok[None, :], scores, float("-inf"))
     now = tl.maximum(highest, tl.max(scores, 1))
     safe = tl.where(now == float("-inf"), 0.0, now)
     faded, weights = tl.exp2(highest - safe), tl.exp2(scores - safe[:, None])
-    mixed = tl.dot(weights.to(values.dtype), values, mixed * faded[:, None], input_precision="ieee")
+    mixed = mixed_with(mixed * faded[:, None], weights, values, value_scales, q.dtype, FP8, "ieee")
     return now, total * faded + tl.sum(weights, 1), mixed
 
 
@@ -128,6 +140,8 @@ def _rope_attend(
         gdc_launch_dependents()
     k, split, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     G: tl.constexpr = H // K
+    FP8: tl.constexpr = kv.dtype.element_ty == tl.float8e4nv
+    VALUES: tl.constexpr = K * S * (D + SCALE_BYTES) if FP8 else K * S * D
     last = tl.load(seq_lens + b, cache_modifier=".cg") - 1
     seen, skipped = last, 0
     if WINDOWED:
@@ -149,7 +163,7 @@ def _rope_attend(
         if STAGES:
             pages = tl.load(tables + t // S, mask=t < old, other=0, cache_modifier=".cg")
         else:
-            keys, values = _tile(kv, tables, t, seen, old, k, h, inside, page_stride, K, S, D, WINDOWED)
+            keys, values, key_scales, value_scales = _tile(kv, tables, t, seen, old, k, h, inside, page_stride, K, S, D, WINDOWED)
         c, s = tl.load(cos + b * D + h, mask=inside, other=0.0), tl.load(sin + b * D + h, mask=inside, other=0.0)
         gains_q = (c, c)
         gains_k = (c, c)
@@ -171,31 +185,49 @@ def _rope_attend(
         mixed = tl.zeros([M, DP], tl.float32)
         if mine:
             new_row = _turned(new_key[None, :], new_far[None, :], gains_k, c, s, eps, D, NORM)
-            written = kv + (slot // S).to(tl.int64) * page_stride + (k * S + slot % S) * D + h
-            tl.store(written, tl.reshape(new_row, [DP]), mask=inside)
-            tl.store(written + K * S * D, new_value, mask=inside)
+            page_of_slot = kv + (slot // S).to(tl.int64) * page_stride
+            written = page_of_slot + slot_of_head(k, slot % S, S, D, FP8) + h
+            own_row = new_row
+            if FP8:  # the row attends to its own key and value as they are stored
+                key_codes, key_scale = quantised_heads(new_row)
+                value_codes, value_scale = quantised_heads(new_value[None, :])
+                tl.store(written, tl.reshape(key_codes, [DP]), mask=inside)
+                tl.store(written + VALUES, tl.reshape(value_codes, [DP]), mask=inside)
+                tl.store(scales_of(page_of_slot, k, slot % S, S, D), tl.sum(key_scale, 0))
+                tl.store(scales_of(page_of_slot, K + k, slot % S, S, D), tl.sum(value_scale, 0))
+                own_row = key_codes.to(tl.float32) * key_scale[:, None]
+                own_value = tl.sum(value_codes.to(tl.float32) * value_scale[:, None], 0)
+            else:
+                tl.store(written, tl.reshape(new_row, [DP]), mask=inside)
+                tl.store(written + VALUES, new_value, mask=inside)
+                own_value = new_value
             if here:
-                highest = _scaled(tl.sum(q.to(tl.float32) * new_row.to(tl.float32), 1), scale, SOFTCAP)
+                highest = _scaled(tl.sum(q.to(tl.float32) * own_row.to(tl.float32), 1), scale, SOFTCAP)
                 total += 1.0
-                mixed += new_value.to(tl.float32)[None, :]
+                mixed += own_value.to(tl.float32)[None, :]
         if STAGES:
             # Page ids are loaded one iteration ahead, not by the pipeliner: it would spend a stage on them that keys and values need.
             for at in tl.range((skipped + split) * T, old, SPLITS * T, num_stages=STAGES):
                 t = at + n
-                where = kv + pages.to(tl.int64)[:, None] * page_stride + ((k * S + t % S) * D)[:, None] + h[None, :]
+                where = kv + pages.to(tl.int64)[:, None] * page_stride + slot_of_head(k, t % S, S, D, FP8)[:, None] + h[None, :]
                 ok = _visible(t, seen, old, WINDOWED)
                 both = ok[:, None] & inside[None, :]
+                key_scales, value_scales = t, t
+                if FP8:
+                    scales = scales_of(kv + pages.to(tl.int64) * page_stride, k, t % S, S, D)
+                    key_scales = tl.load(scales, mask=ok, other=0.0)
+                    value_scales = tl.load(scales + VALUES // 4, mask=ok, other=0.0)
                 pages = tl.load(tables + (t + SPLITS * T) // S, mask=t + SPLITS * T < old, other=0)
-                keys, values = tl.load(where, mask=both, other=0.0), tl.load(where + K * S * D, mask=both, other=0.0)
-                highest, total, mixed = _absorb(q, keys, values, ok, highest, total, mixed, scale, SOFTCAP)
+                keys, values = tl.load(where, mask=both, other=0.0), tl.load(where + VALUES, mask=both, other=0.0)
+                highest, total, mixed = _absorb(q, keys, values, key_scales, value_scales, ok, highest, total, mixed, scale, SOFTCAP, FP8)
         else:
             for _ in range(split, tiles, SPLITS):
                 ok = _visible(t, seen, old, WINDOWED)
                 t += SPLITS * T
                 # Load the next tile before this tile is used.
-                next_keys, next_values = _tile(kv, tables, t, seen, old, k, h, inside, page_stride, K, S, D, WINDOWED)
-                highest, total, mixed = _absorb(q, keys, values, ok, highest, total, mixed, scale, SOFTCAP)
-                keys, values = next_keys, next_values
+                next_keys, next_values, next_ks, next_vs = _tile(kv, tables, t, seen, old, k, h, inside, page_stride, K, S, D, WINDOWED)
+                highest, total, mixed = _absorb(q, keys, values, key_scales, value_scales, ok, highest, total, mixed, scale, SOFTCAP, FP8)
+                keys, values, key_scales, value_scales = next_keys, next_values, next_ks, next_vs
         _finish(highest, total, mixed, part, stat, count, out, b, k, split, active, h, m, H, K, D, SPLITS)
 
 
@@ -211,6 +243,7 @@ def _rope_write(
     if PDL:
         gdc_launch_dependents()
     b, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    FP8: tl.constexpr = kv.dtype.element_ty == tl.float8e4nv
     QUERIES: tl.constexpr = (H + X - 1) // X
     KEYS: tl.constexpr = (K + X - 1) // X
     h = tl.arange(0, DP)
@@ -246,8 +279,14 @@ def _rope_write(
             own = _turned(own, far, gains, c, s, eps, D, NORM)
             if KEEP:
                 tl.store(source + h[None, :], own, mask=there)
-        to = kv + (slot // S).to(tl.int64) * page_stride + ((tl.where(values, K, 0) + x) * S + slot % S)[:, None] * D + h[None, :]
-        tl.store(to, own, mask=there)
+        page, stored = kv + (slot // S).to(tl.int64) * page_stride, tl.where(values, K, 0) + x
+        to = page + slot_of_head(stored, slot % S, S, D, FP8)[:, None] + h[None, :]
+        if FP8:
+            codes, scale = quantised_heads(own)
+            tl.store(to, codes, mask=there)
+            tl.store(scales_of(page, stored, slot % S, S, D), scale, mask=x < K)
+        else:
+            tl.store(to, own, mask=there)
 
 
 def launch(
@@ -256,7 +295,7 @@ def launch(
     k_norm: Float[Tensor, "D"] | None,
     cos: Float32[Tensor, "B 1 D"],
     sin: Float32[Tensor, "B 1 D"],
-    kv: Float[Tensor, "N 2 K S D"],
+    kv: Float[Tensor, "N 2 K S W"],
     page_tables: Int32[Tensor, "B P"],
     seq_lens: Int32[Tensor, "B"],
     slots: Int32[Tensor, "B"],
@@ -268,7 +307,7 @@ def launch(
     softcap: float = 0.0,
 ) -> Float[Tensor, "B heads"]:
     """Launch the fused kernel of `rope_attend` according to a plan. `kv` is one layer of a contiguous pool."""
-    (rows, width), (_, _, num_kv_heads, page_size, head_dim) = qkv.shape, kv.shape
+    (rows, width), (_, _, num_kv_heads, page_size, _), head_dim = qkv.shape, kv.shape, head_dim_of(kv)
     num_heads = width // head_dim - 2 * num_kv_heads
     out = torch.empty((rows, num_heads * head_dim), dtype=qkv.dtype, device=qkv.device)
     factor, cap = score_scales(scale, softcap)
@@ -291,14 +330,14 @@ def write(
     k_norm: Float[Tensor, "D"] | None,
     cos: Float32[Tensor, "B 1 D"],
     sin: Float32[Tensor, "B 1 D"],
-    kv: Float[Tensor, "N 2 K S D"],
+    kv: Float[Tensor, "N 2 K S W"],
     slots: Int32[Tensor, "B"],
     eps: float,
     keep: bool,
     pdl: bool,
 ) -> Float[Tensor, "B H D"]:
     """Launch the first half of `rope_attend`: write k and v, and return q. With `keep`, q and k change in place in `qkv`."""
-    (rows, width), (_, _, num_kv_heads, page_size, head_dim) = qkv.shape, kv.shape
+    (rows, width), (_, _, num_kv_heads, page_size, _), head_dim = qkv.shape, kv.shape, head_dim_of(kv)
     num_heads = width // head_dim - 2 * num_kv_heads
     heads = qkv.view(rows, -1, head_dim)
     out = heads[:, :num_heads] if keep else torch.empty((rows, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)

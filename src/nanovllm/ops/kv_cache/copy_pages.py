@@ -3,17 +3,18 @@
 import torch
 
 from nanovllm.ops.backends import installed
+from nanovllm.ops.kv_cache.fp8 import as_bytes
 from nanovllm.types import Float, Int32, Tensor
 
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
 _LIBRARY.define("copy_pages(Tensor(a!) pages, Tensor src, Tensor dst) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def copy_pages(pages: Float[Tensor, "L N 2 K S D"], src: Int32[Tensor, "n"], dst: Int32[Tensor, "n"]) -> None:
+def copy_pages(pages: Float[Tensor, "L N 2 K S W"], src: Int32[Tensor, "n"], dst: Int32[Tensor, "n"]) -> None:
     """Donates `pages`, which changes in place: copy page `src[i]` to page `dst[i]` in every layer.
 
     Schema: `nanovllm::copy_pages(Tensor(a!) pages, Tensor src, Tensor dst) -> ()`.
-    Reference: `pages[:, dst] = pages[:, src]`, in any floating-point dtype.
+    Reference: `pages[:, dst] = pages[:, src]`, in any floating-point dtype; pages in FP8 are copied with their scales.
 
     Args:
         pages: One KV pool, `[L, N, 2, K, S, D]`.
@@ -40,6 +41,7 @@ def _fake(pages: Tensor, src: Tensor, dst: Tensor) -> None:
 
 
 def _reference(pages: Tensor, src: Tensor, dst: Tensor) -> None:
+    pages = as_bytes(pages)
     pages[:, dst] = pages[:, src]
 
 
@@ -48,7 +50,7 @@ def _cuda(pages: Tensor, src: Tensor, dst: Tensor) -> None:
         return _reference(pages, src, dst)
     from nanovllm.ops.kv_cache import triton_kv
 
-    return triton_kv.copy_pages(pages, src, dst)
+    return triton_kv.copy_pages(as_bytes(pages), src, dst)
 
 
 _LIBRARY.impl("copy_pages", _reference, "CPU")

@@ -3,6 +3,7 @@
 import torch
 
 from nanovllm.ops.backends import installed
+from nanovllm.ops.kv_cache.fp8 import in_fp8, quantised, write_tokens
 from nanovllm.types import Float, Int32, Tensor
 
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
@@ -10,7 +11,7 @@ _LIBRARY.define("kv_write(Tensor(a!) pages, SymInt layer, Tensor k, Tensor v, Te
 
 
 def kv_write(
-    pages: Float[Tensor, "L N 2 K S D"],
+    pages: Float[Tensor, "L N 2 K S W"],
     layer: int,
     k: Float[Tensor, "T K D"],
     v: Float[Tensor, "T K D"],
@@ -23,7 +24,8 @@ def kv_write(
     instead of slots, which would cost two more launches to compute.
 
     Args:
-        pages: One KV pool, `[L, N, 2, K, S, D]`, in the dtype of `k` and `v`.
+        pages: One KV pool, `[L, N, 2, K, S, D]`, in the dtype of `k` and `v`; or in FP8 with the layout of `ops/kv_cache/fp8.py`: then
+            each head is rounded to codes with a scale of its own.
         layer: The layer's index in this pool.
         k: Keys, `[T, K, D]`. `k` and `v` may be views of a fused projection's output.
         v: Values, `[T, K, D]`.
@@ -49,6 +51,8 @@ def _fake(pages: Tensor, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> Non
 
 
 def _reference(pages: Tensor, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    if in_fp8(pages):
+        return write_tokens(pages[layer], *quantised(torch.stack((k, v), 1)), slots)
     page_size = pages.shape[4]
     by_slot = pages[layer].permute(0, 3, 1, 2, 4)  # N S 2 K D
     by_slot[slots // page_size, slots % page_size] = torch.stack((k, v), 1)

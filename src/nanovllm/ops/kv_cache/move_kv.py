@@ -3,6 +3,7 @@
 import torch
 
 from nanovllm.ops.backends import installed
+from nanovllm.ops.kv_cache.fp8 import FP8, in_fp8, quantised, read_tokens, write_tokens
 from nanovllm.types import Float, Float32, Int32, Tensor
 
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
@@ -12,7 +13,7 @@ _LIBRARY.define(
 
 
 def move_kv(
-    pages: Float[Tensor, "L N 2 K S D"],
+    pages: Float[Tensor, "L N 2 K S W"],
     src: Int32[Tensor, "T"],
     dst: Int32[Tensor, "T"],
     shift: Int32[Tensor, "T"],
@@ -21,13 +22,13 @@ def move_kv(
     """Donates `pages`, which changes in place: copy keys and values from slot `src[t]` to slot `dst[t]` and move keys by `shift[t]`.
 
     The op copies all layers. Rotating a key of position p by d more positions gives the key of position p + d (Su et al., 2021). The
-    rotation is computed in float32 and rounded once. A shift of 0 copies the bits.
+    rotation is computed in float32 and rounded once. A shift of 0 copies the bits. A rotated key in FP8 gets a new scale.
 
     Schema: `nanovllm::move_kv(Tensor(a!) pages, Tensor src, Tensor dst, Tensor shift, Tensor inv_freq) -> ()`.
     The reference is a loop over layers in plain torch. On a GPU one kernel moves every byte once.
 
     Args:
-        pages: One KV pool, `[L, N, 2, K, S, D]`.
+        pages: One KV pool, `[L, N, 2, K, S, D]`, or in FP8 with the layout of `ops/kv_cache/fp8.py`.
         src: Slots to read, int32 `[T]`; a slot is `page * page_size + offset`.
         dst: Slots to write, int32 `[T]`. They are distinct, and none of them is in `src`.
         shift: By how many positions each key moves, int32 `[T]`. It may be negative.
@@ -54,18 +55,29 @@ def _fake(pages: Tensor, src: Tensor, dst: Tensor, shift: Tensor, inv_freq: Tens
 
 
 def _reference(pages: Tensor, src: Tensor, dst: Tensor, shift: Tensor, inv_freq: Tensor) -> None:
-    page_size, half = pages.shape[4], inv_freq.shape[0]
+    page_size = pages.shape[4]
     angles = shift.to(torch.float32)[:, None, None] * inv_freq  # T 1 D/2
     cos, sin = angles.cos(), angles.sin()
     kept = (shift == 0)[:, None, None]
     for layer in pages:
+        if in_fp8(pages):
+            codes, scales = read_tokens(layer, src)
+            turned, scale = quantised(_rotated(codes[:, 0].to(torch.float32) * scales[:, 0], cos, sin))
+            as_bytes = codes.view(torch.uint8)
+            as_bytes[:, 0] = torch.where(kept, as_bytes[:, 0], turned.view(torch.uint8))
+            scales[:, 0] = torch.where(kept, scales[:, 0], scale)
+            write_tokens(layer, as_bytes.view(FP8), scales, dst)
+            continue
         by_slot = layer.permute(0, 3, 1, 2, 4)  # N S 2 K D
         kv = by_slot[src // page_size, src % page_size]  # T 2 K D
         keys = kv[:, 0].to(torch.promote_types(kv.dtype, torch.float32))
-        low, high = keys[..., :half], keys[..., half:]
-        rotated = torch.cat((low * cos - high * sin, high * cos + low * sin), -1).to(kv.dtype)
-        kv[:, 0] = torch.where(kept, kv[:, 0], rotated)
+        kv[:, 0] = torch.where(kept, kv[:, 0], _rotated(keys, cos, sin).to(kv.dtype))
         by_slot[dst // page_size, dst % page_size] = kv
+
+
+def _rotated(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = keys[..., : cos.shape[-1]], keys[..., cos.shape[-1] :]
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
 
 
 def _cuda(pages: Tensor, src: Tensor, dst: Tensor, shift: Tensor, inv_freq: Tensor) -> None:

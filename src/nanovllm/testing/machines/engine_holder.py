@@ -11,6 +11,7 @@ from nanovllm.executor.executor import executor_of
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.engine_state import EngineState, windowed_pools
 from nanovllm.testing.shadows.memory import KeptValues, expect, freeze
+from nanovllm.testing.shadows.symbolic import memory_of
 from nanovllm.testing.shadows.worlds import FlakyExecutor
 from nanovllm.testing.strategies import Limits
 
@@ -66,5 +67,5 @@ def kv_bytes(state: EngineState, chunk: Chunk) -> bytes:
     at, size, pages, frames, parts = np.arange(len(chunk)), state.config.page_size, chunk.pages.array(), state.pool.frames, []
     for pool, framed in zip(state.kv.pools, windowed_pools(state), strict=True):
         table = frames.of(pages) if framed and frames is not None else pages
-        parts.append(pool.numpy()[:, table[at // size], :, :, at % size].tobytes())
+        parts.append(memory_of(pool)[:, table[at // size], :, :, at % size].tobytes())
     return b"".join(parts)

@@ -13,7 +13,7 @@ page that the plan leaves out is not read, and a page that it lists twice counts
 """
 
 from collections.abc import Sequence as Seq
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from nanovllm.models.common.batch import Batch
 from nanovllm.ops.attention.cascade import PromptCascade
 from nanovllm.ops.attention.cascade_plan import CascadePlan
 from nanovllm.ops.attention.plan_table import lookup
+from nanovllm.ops.kv_cache.fp8 import in_fp8, split
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.sampling.sampler import sample
 from nanovllm.sampling.tensors import build
@@ -32,6 +33,7 @@ from nanovllm.types import Tensor
 
 MODULUS = (1 << 23) - 1  # numbers 1 ... MODULUS are exact in float32; 0 means that the slot was never written
 START = 1
+ONE = 0x38  # 1.0 in e4m3
 
 
 @no_type_check  # this and the next functions are called for every slot: run-time type checks would cost more than the rest of the test
@@ -111,7 +113,7 @@ class Group:
 
     @no_type_check
     def __init__(self, pool, view, starts, window: int):
-        self.memory, self.size, self.window = pool.numpy(), pool.shape[4], window
+        self.memory, self.size, self.window = memory_of(pool), pool.shape[4], window
         self.tables, self.slots = view.page_tables.tolist(), view.slots.tolist()
         self.plan = PlannedReads(view.plan, self.tables, starts, self.size) if view.plan else None
         self.row, self.sum, self.page = 0, START, None
@@ -182,6 +184,34 @@ class PlannedReads:
                 else:
                     before = fold(before, read(memory, page, place % size))
         return before, own
+
+
+class Fp8Memory:
+    """A pool in FP8 as an array of numbers `[L, N, 2, K, S, D]`. A number that is written becomes codes of 1 and the scale.
+
+    Values are copied bit by bit. Keys that move are rounded again, to scales that differ in the last bits: such keys count as their values.
+    """
+
+    @no_type_check
+    def __init__(self, pool):
+        codes, scales = split(pool)
+        self.codes, self.scales = codes.view(torch.uint8).numpy(), scales.numpy()
+        self.numbers = torch.arange(256, dtype=torch.uint8).view(pool.dtype).float().numpy()  # by code
+
+    @no_type_check
+    def __getitem__(self, index):
+        found = self.numbers[self.codes[index]] * self.scales[index]  # ... 2 K D
+        values = found[..., 1:, :, :]
+        return np.where(np.abs(found - values) <= 1e-5 * values, values, found)
+
+    @no_type_check
+    def __setitem__(self, index, number):
+        self.codes[index], self.scales[index] = ONE, number
+
+
+def memory_of(pool: Tensor) -> Any:
+    """Return a pool in host memory as an array of numbers, in which slots can be read and written."""
+    return Fp8Memory(pool) if in_fp8(pool) else pool.numpy()
 
 
 @no_type_check

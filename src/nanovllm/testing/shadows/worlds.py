@@ -4,7 +4,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +20,8 @@ from nanovllm.executor.eager import EagerExecutor
 from nanovllm.executor.executor import Drawn, Executor, Masks, Runtime, executor_of
 from nanovllm.executor.scoring import Scored
 from nanovllm.models.model import Model
+from nanovllm.ops.kv_cache.fp8 import FP8
+from nanovllm.ops.kv_cache.fp8 import numbers as numbers_in
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.kv_cache import KVState, init_kv, pages_for
 from nanovllm.state.lease import Lease
@@ -31,7 +33,7 @@ from nanovllm.testing.shadows.chunks import Cells, Oracle
 from nanovllm.testing.shadows.memory import expect
 from nanovllm.testing.shadows.reference import KeysValues, Reference
 from nanovllm.testing.shadows.run_ahead_executor import AheadExecutor
-from nanovllm.testing.shadows.symbolic import folded, logits_of, next_token, number_of, numbers, read, symbolic_forward
+from nanovllm.testing.shadows.symbolic import folded, logits_of, memory_of, next_token, number_of, numbers, read, symbolic_forward
 from nanovllm.testing.strategies import Limits
 
 T = TypeVar("T")
@@ -221,6 +223,7 @@ class SymbolicWorld:
     Args:
         vocab_size: Size of the vocabulary; the default of 2 makes shared prefixes likely.
         windows: Sliding window of each of the two layers, in tokens; 0 means full attention, `()` that no layer has a window.
+        kv_dtype: The option of `init_state`.
 
     Examples:
         >>> from nanovllm.testing import SymbolicWorld
@@ -233,18 +236,19 @@ class SymbolicWorld:
 
     greedy_only = False
 
-    def __init__(self, vocab_size: int = 2, windows: tuple[int, ...] = ()):
+    def __init__(self, vocab_size: int = 2, windows: tuple[int, ...] = (), kv_dtype: Literal["fp8"] | None = None):
         config = tiny_config(
-            vocab_size=vocab_size, hidden_size=8, intermediate_size=8, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=2,
-            windows=windows,
+            vocab_size=vocab_size, hidden_size=8, intermediate_size=8, num_layers=2, num_heads=2, num_kv_heads=2,
+            head_dim=2 if kv_dtype is None else 4, windows=windows,
         )  # fmt: skip
         model = random_model(config)
         self.model = replace(model, params=replace(model.params, inv_freq=torch.zeros_like(model.params.inv_freq)))
+        self.kv_dtype: Literal["fp8"] | None = kv_dtype
 
     def init_state(self, limits: Limits) -> EngineState:
         """Start a fresh engine whose forward pass is symbolic."""
-        state = init_state(self.model, **limits.options())
-        config = limits.config()
+        state = init_state(self.model, **limits.options(), kv_dtype=self.kv_dtype)
+        config = replace(limits.config(), kv_dtype=self.kv_dtype)
         cascades = Cascades(self.model, config, cascade_policy(self.model, config, always=True)) if limits.cascade else None
         executor = EagerExecutor(config, symbolic_forward, cascades)
         return replace(state, runtime=Runtime(Lease(state.runtime.lease.model), _tested(executor, limits)))
@@ -264,7 +268,7 @@ class SymbolicWorld:
         """Raise `ShadowMismatchError` unless pages and frames contain the numbers that a prefill of `tokens` writes."""
         wanted, size = numbers(tokens, self.model.config), kv.pools[0].shape[4]
         for pool, table in zip(kv.pools, _tables(pages, frames, retired), strict=True):
-            memory = pool.numpy()
+            memory = memory_of(pool)
             for at, number in enumerate(wanted):
                 place = table[at // size]
                 held = number if place < 0 else read(memory, place, at % size)
@@ -306,6 +310,7 @@ class ModelWorld:
     Args:
         model: A model on the CPU in float32 or float64. None: a Qwen3 of two layers with random weights.
         tolerance: The largest absolute difference allowed in logits and KV.
+        kv_dtype: The option of `init_state`. KV in FP8 is compared with that of a forward pass over KV in FP8.
 
     Examples:
         >>> from nanovllm.testing import ModelWorld
@@ -317,14 +322,15 @@ class ModelWorld:
 
     greedy_only = True
 
-    def __init__(self, model: Model | None = None, tolerance: float = 1e-3):
+    def __init__(self, model: Model | None = None, tolerance: float = 1e-3, kv_dtype: Literal["fp8"] | None = None):
         config = tiny_config(vocab_size=8, hidden_size=16, intermediate_size=16, num_heads=2, num_kv_heads=1, head_dim=8)
         self.model = random_model(config) if model is None else model
         self.tolerance = tolerance
+        self.kv_dtype: Literal["fp8"] | None = kv_dtype
 
     def init_state(self, limits: Limits) -> EngineState:
         """Start a fresh engine over the model."""
-        state = init_state(self.model, **limits.options())
+        state = init_state(self.model, **limits.options(), kv_dtype=self.kv_dtype)
         return replace(state, runtime=Runtime(state.runtime.lease, _tested(executor_of(state), limits)))
 
     def decode(self, carry: DecodeCarry) -> tuple[DecodeCarry, DecodeOutput]:
@@ -349,8 +355,8 @@ class ModelWorld:
         for pool, expected, places in zip(kv.pools, fresh.pools, _tables(pages, frames, retired), strict=True):
             size, count = pool.shape[4], len(tokens)
             table = torch.tensor(places[: pages_for(count, size)])
-            found = pool[:, table].permute(0, 2, 3, 1, 4, 5).flatten(3, 4)[:, :, :, :count]
-            wanted = expected[:, 0, :, :, :count]
+            found = numbers_in(pool)[:, table].permute(0, 2, 3, 1, 4, 5).flatten(3, 4)[:, :, :, :count]
+            wanted = numbers_in(expected)[:, 0, :, :, :count]
             there = (table >= 0).repeat_interleave(size)[:count, None]  # H D behind it
             error = ((found - wanted) * there).abs().amax().item()
             expect(error <= self.tolerance, f"the KV of {list(tokens)} in {places} is off by {error}", invariant=4)
@@ -404,7 +410,8 @@ class ModelWorld:
             Logits `[T, V]`, and the KV memory: one page with all tokens.
         """
         count = len(tokens)
-        kv = init_kv(self.model.config, num_pages=1, page_size=count, dtype=self.model.dtype, device=self.model.device)
+        dtype = self.model.dtype if self.kv_dtype is None else FP8
+        kv = init_kv(self.model.config, num_pages=1, page_size=count, dtype=dtype, device=self.model.device)
         row = Sequence(request=plain_request(count), tokens=IntVector.of(np.array(tokens, np.int32)), pages=IntVector.of([0]))
         batch = to_device(prefill_batch([(row, count)], page_size=count, dummy_page=1, draw=False), self.model.device)
         return self.model.spec.forward(self.model.params, kv, replace(batch, logit_indices=None), self.model.config)
@@ -428,7 +435,7 @@ def _slots(kv: KVState, tables: Seq[Seq[int]], count: int, places: Seq[tuple[int
     """
     at, size = np.arange(count), kv.pools[0].shape[4]
     of_pools = [np.array(table)[at // size] for table in tables]
-    by_pool = [pool.numpy()[:, table, :, :, at % size] for pool, table in zip(kv.pools, of_pools, strict=True)]  # count L 2 K D
+    by_pool = [memory_of(pool)[:, table, :, :, at % size] for pool, table in zip(kv.pools, of_pools, strict=True)]  # count L 2 K D
     by_layer = [(by_pool[pool][:, index], of_pools[pool] >= 0) for pool, index in places]
     return np.stack([values for values, _ in by_layer], 1), np.stack([present for _, present in by_layer], 1)
 

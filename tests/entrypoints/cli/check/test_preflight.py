@@ -149,7 +149,7 @@ def test_the_options_reach_the_outlook_and_the_loader(folder: Path, monkeypatch:
     monkeypatch.setattr(command, "outlook", seen)
     monkeypatch.setattr(command, "loaded", loaded)
     flags = "--device cpu --dtype bfloat16 --max-model-len 100 --memory-fraction 1 --download --trust-remote-code"
-    flags += " --quantization int8 --quantize-head"
+    flags += " --quantization int8 --quantize-head --kv-dtype fp8"
     assert cli.main(["check", str(folder), *flags.split()]) == 2
     where = {
         "max_model_len": 100,
@@ -159,8 +159,21 @@ def test_the_options_reach_the_outlook_and_the_loader(folder: Path, monkeypatch:
         "quantization": "int8",
         "quantize_head": True,
     }
-    assert looks == [{"memory_fraction": 1.0, **where}]
+    assert looks == [{"memory_fraction": 1.0, "kv_dtype": "fp8", **where}]
     assert loads == [((str(folder), "cpu", "bfloat16"), {**where, "download": False})]  # the outlook has downloaded the files
+
+
+def test_kv_in_fp8_takes_about_half_and_runs_in_plain_torch_on_a_cpu(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = []
+    for more in ([], ["--kv-dtype", "fp8"]):
+        assert cli.main(["check", str(folder), "--device", "cpu", "--dtype", "bfloat16", "--dry-run", "--json", *more]) == 0
+        said.append(json.loads(capsys.readouterr().out)["outlook"])
+    config = said[0]["config"]
+    assert [look["memory"]["token_bytes"] for look in said] == [
+        config["num_layers"] * 2 * config["num_kv_heads"] * size for size in (2 * config["head_dim"], config["head_dim"] + 4)
+    ]
+    assert said[1]["kernels"]["decode"] == "plain torch" and "KV in fp8" in said[1]["kernels"]["against"]
+    assert kernels(tiny_config(head_dim=6), torch.device("cpu"), torch.float32, kv_dtype="fp8").decode == "plain torch"
 
 
 def test_random_weights_have_no_revisions(capsys: pytest.CaptureFixture[str]) -> None:

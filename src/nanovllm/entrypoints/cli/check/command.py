@@ -7,7 +7,18 @@ from typing import Any
 
 import torch
 
-from nanovllm.entrypoints.arguments import DEVICE, DTYPE, TUNING, add_quantization, add_source, positive, rounding, source, tuning
+from nanovllm.entrypoints.arguments import (
+    DEVICE,
+    DTYPE,
+    TUNING,
+    add_kv_dtype,
+    add_quantization,
+    add_source,
+    positive,
+    rounding,
+    source,
+    tuning,
+)
 from nanovllm.entrypoints.cli.check.cost_text import cost_text
 from nanovllm.entrypoints.cli.check.preflight import Outlook, outlook
 from nanovllm.entrypoints.cli.check.preflight_text import text
@@ -45,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="D", help=DEVICE)
     parser.add_argument("--dtype", metavar="T", help=DTYPE)
     add_quantization(parser)
+    add_kv_dtype(parser)
     parser.add_argument("--dry-run", action="store_true", help="only say whether and how the model will run; load no weights")
     length = "the maximum length of a request, prompt and reply, in tokens (default: the model's)"
     parser.add_argument("--max-model-len", type=positive, metavar="N", help=length)
@@ -81,7 +93,8 @@ def main(options: argparse.Namespace) -> int:
     where, limits = {**source(options), **rounding(options)}, {"max_model_len": options.max_model_len}
     if options.against is not None:
         _require(options.against, **source(options))  # before minutes of work
-    look = _outlook(name, device, options.dtype, memory_fraction=options.memory_fraction, **limits, **where)
+    kept = {"memory_fraction": options.memory_fraction, "kv_dtype": options.kv_dtype}
+    look = _outlook(name, device, options.dtype, **kept, **limits, **where)
     if not options.json:
         print(text(look), flush=True)
     figures: dict[str, Any] = {"schema": SCHEMA, "model": look.model, "architecture": look.architecture}

@@ -31,7 +31,9 @@ from nanovllm.models.common.params import ParamInfo, Params
 from nanovllm.models.init_params import num_params, without_memory
 from nanovllm.models.registry import REGISTRY, fitted
 from nanovllm.models.spec import ModelSpec
+from nanovllm.ops.kv_cache.fp8 import FP8
 from nanovllm.ops.linear.quantise import Kind, quantise
+from nanovllm.state.kv_cache import require_kv_dtype
 from nanovllm.tokenizer.tokenizer import Tokenizer
 from nanovllm.types import FLOATS
 
@@ -127,6 +129,7 @@ def outlook(
     trust_remote_code: bool = False,
     quantization: Kind | None = None,
     quantize_head: bool = False,
+    kv_dtype: str | None = None,
     **where: Any,
 ) -> Outlook:
     """Find out whether and how a model will run, from the headers of its weight files.
@@ -143,6 +146,7 @@ def outlook(
         trust_remote_code: Whether code of the checkpoint may run, if its architecture is known to nobody else.
         quantization: How matrices are rounded while they are loaded; None: they are not.
         quantize_head: Whether the output matrix is rounded, too.
+        kv_dtype: The dtype of keys and values, as in `init_state`.
         **where: Further arguments of `resolve_folder`.
 
     Raises:
@@ -152,7 +156,8 @@ def outlook(
     rounding = require_rounding(quantization, quantize_head)
     if name in shapes:
         spec, config = REGISTRY[shapes[name].architecture], shapes[name]
-        return _outlook(f"{name} (random weights)", None, False, spec, config, device, dtype, memory_fraction, max_model_len, rounding)
+        called = f"{name} (random weights)"
+        return _outlook(called, None, False, spec, config, device, dtype, memory_fraction, max_model_len, rounding, kv_dtype)
     folder, called = resolve_folder(name, with_code=trust_remote_code, **where)
     hf: dict[str, Any] = {}
     try:
@@ -168,7 +173,7 @@ def outlook(
             device=device_name(device), config=None, weights=None, memory=None, kernels=None, texts=None, problems=(str(error),), notes=(),
         )  # fmt: skip
     code = bool(hf.get("auto_map"))
-    return _outlook(called, folder, code, spec, config, device, dtype, memory_fraction, max_model_len, rounding)
+    return _outlook(called, folder, code, spec, config, device, dtype, memory_fraction, max_model_len, rounding, kv_dtype)
 
 
 def _with_stored_head(folder: Path, spec: ModelSpec, config: ModelConfig) -> ModelConfig:
@@ -189,6 +194,7 @@ def _outlook(
     memory_fraction: float,
     max_model_len: int | None,
     rounding: Rounding | None,
+    kv_dtype: str | None,
 ) -> Outlook:
     config, problems, notes = for_length(read, max_model_len), list[str](), list[str]()
     chosen, foreign = resolve_dtype(dtype, config, device), isinstance(spec, TransformersSpec)
@@ -199,8 +205,13 @@ def _outlook(
         problems.append(f"quantization={rounding.kind!r} is not possible: {why}")
         rounding = None
     weights = _weights(folder, spec, config, device, chosen, quantisation, rounding, problems)
-    how = kernels(config, device, chosen, foreign=foreign)
-    memory = kv_memory(config, weights.held, device, chosen, memory_fraction, GRAPHS if how.captured else 0)
+    how = kernels(config, device, chosen, foreign=foreign, kv_dtype=kv_dtype)
+    stored = chosen if kv_dtype is None else FP8
+    memory = kv_memory(config, weights.held, device, stored, memory_fraction, GRAPHS if how.captured else 0)
+    try:
+        require_kv_dtype(config, kv_dtype, device)
+    except InvalidRequestError as error:
+        problems.append(str(error))
     _judge(config, weights, memory, device, problems, notes)
     if how.captured:
         notes.append("at its start, an engine measures the memory of its largest steps, so less memory is left for KV")

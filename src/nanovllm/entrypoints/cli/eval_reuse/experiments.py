@@ -32,7 +32,7 @@ def evaluate(model: Model, settings: Settings | None = None, *, progress: bool |
         model: The model.
         settings: The settings; None for the defaults.
         progress: Whether to show a progress bar; None shows it at a terminal.
-        **limits: Options of `init_state`.
+        **limits: Options of `init_state`. With `kv_dtype` the reference keeps its KV unrounded.
 
     Raises:
         InvalidRequestError: The model has no tokenizer, or its keys cannot be rotated, or the contexts are too long for it.
@@ -43,13 +43,16 @@ def evaluate(model: Model, settings: Settings | None = None, *, progress: bool |
     limits, chats = _limits(model, settings, limits), _chats(model)
     total = settings.questions * (2 * len(settings.chunks) + 2 + chats + len(cuts(settings)))
     with bar(total, "eval-reuse", "questions", progress=progress) as shown:
-        engines = [Engine(model, settings.reply_len, **limits) for _ in range(2)]
+        unrounded = {**limits, "kv_dtype": None}  # the reference: so the figures also have the cost of KV in FP8
+        engines = [Engine(model, settings.reply_len, **each) for each in (unrounded, limits)]
         bench = Bench(model=model, reference=engines[0], reuse=engines[1], settings=settings, moved=shown.update)
         readings = [*composed(bench), *dropped(bench), *(kept(bench) if chats else ())]
         parted = separated(bench)
     measured = {reading.experiment for reading in readings}
     skipped = tuple(name for name in (ALONE, LEANING, DROPPED, KEPT) if name not in measured)
-    return Report(metadata=metadata(model, settings), rows=summarise(readings), separators=summarise(parted), skipped=skipped)
+    return Report(
+        metadata=metadata(model, settings, limits.get("kv_dtype")), rows=summarise(readings), separators=summarise(parted), skipped=skipped
+    )
 
 
 def dropped(bench: Bench) -> list[Reading]:

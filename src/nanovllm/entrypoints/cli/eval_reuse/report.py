@@ -66,7 +66,7 @@ class Report:
         return {"schema": SCHEMA, **self.metadata, **rows, "skipped": list(self.skipped)}
 
 
-def metadata(model: Model, settings: Any) -> dict[str, Any]:
+def metadata(model: Model, settings: Any, kv_dtype: str | None = None) -> dict[str, Any]:
     """The model, the device, the versions and the settings that the figures depend on."""
     cuda = model.device.type == "cuda"
     return {
@@ -76,6 +76,7 @@ def metadata(model: Model, settings: Any) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(model.device) if cuda else platform.machine(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "settings": asdict(settings),
+        **({} if kv_dtype is None else {"kv_dtype": kv_dtype}),
     }
 
 
