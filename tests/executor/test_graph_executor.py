@@ -133,6 +133,29 @@ def test_short_prompts_run_as_rows_of_a_captured_step(seed: int, monkeypatch: py
     assert executor._extend.sizes == (1, 8, 16, 32) and not ran
 
 
+@pytest.mark.parametrize(("rows", "context", "some"), [(4, 100, True), (4, 4, False), (0, 100, True)])
+def test_most_short_prompts_are_captured_unless_much_comes_before_them(
+    rows: int, context: int, some: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of up to 32 tokens, more than `rows` run by a graph of prompts where at most `context` tokens come before them."""
+    monkeypatch.setattr(cuda_graphs, "EXTENSION", 32)
+    monkeypatch.setattr(graph_executor, "MOST_ROWS", rows)
+    monkeypatch.setattr(graph_executor, "LONG_CONTEXT", context)
+    before, extended = list[int](), list[int]()
+    extends, extension = GraphExecutor._extends, GraphExecutor._extension
+
+    def asked(self: GraphExecutor, prompts: Any) -> bool:
+        if (found := extends(self, prompts)) and sum(count for _, count in prompts) > rows:
+            before.append(max(s.num_filled for s, _ in prompts))
+        return found
+
+    monkeypatch.setattr(GraphExecutor, "_extends", asked)
+    monkeypatch.setattr(GraphExecutor, "_extension", lambda *args: extended.append(1) or extension(*args))
+    _, _, ran = compared(MODEL, 4, 20)
+    assert bool(extended) == (rows > 0) and bool(ran) and all(each > context for each in before)
+    assert bool(before) != some
+
+
 def test_prompts_of_two_kv_pools_are_captured() -> None:
     _, _, ran = compared(WINDOWED, 0, 60)
     assert 0 in ran and max(ran) > 8

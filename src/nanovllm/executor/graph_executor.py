@@ -62,6 +62,7 @@ NOTHING: Row = (SamplingParams(temperature=0), 0, -1)  # for rows whose result i
 # Rows and tokens of the prompts that warm kernels up. They cover each tile configuration that decode steps do not use, for token counts
 # that are a multiple of 16 and for others: Triton compiles separate kernels for the two.
 FUSED_PROMPTS = ((1, 160), (1, 161), (1, 224), (1, 225), (1, 512), (2, 256), (16, 32))
+MOST_ROWS, LONG_CONTEXT = 64, 4096  # prompt tokens of a step that are always rows of it, and tokens before them: measured on an H100
 SPARE_PLANS = 8  # attention plans of ended sessions, kept for later sessions
 CAPTURED = 4  # captured functions of the engine's own sessions, kept for later ones
 
@@ -168,8 +169,7 @@ class GraphExecutor:
         masks: Masks | None = None,
     ) -> tuple[Drawn | None, KVState]:
         """Donates `kv`. Run prompt tokens: a few of them as rows of a captured step, more by a graph of prompts, many by one call."""
-        few = sum(count for _, count in rows) <= self._extend.sizes[-1]
-        if few and model.params is self._model.params and not processors_of([s for s, _ in rows]):
+        if self._extends(rows) and model.params is self._model.params and not processors_of([s for s, _ in rows]):
             return self._extension(kv, rows, draw, frames, masks), kv
         host = prefill_batch(rows, draw=draw, frames=frames, **self._layout)
         logits = None if self._short is None or self._attention.shares(host) else self._short.run(model.params, kv, host)
@@ -332,6 +332,17 @@ class GraphExecutor:
         self._sessions[ticket] = plan
         first, second = plan.handles
         return first, second
+
+    def _extends(self, rows: Seq[tuple[Sequence, int]]) -> bool:
+        """Whether prompt tokens run as the rows of a decode step: they are few, or nearly so few and have many others before them.
+
+        Each row reads all earlier KV of its sequence, split among many programs; a graph of prompts reads it once, in one program.
+        """
+        count = sum(count for _, count in rows)
+        captured = self._short is not None and bool(self._short.kinds)
+        if captured and count > MOST_ROWS and max(s.num_filled for s, _ in rows) <= LONG_CONTEXT:
+            return False
+        return count <= self._extend.sizes[-1]
 
     def _extension(
         self, kv: KVState, rows: Seq[tuple[Sequence, int]], draw: bool, frames: Frames | None, masks: Masks | None
