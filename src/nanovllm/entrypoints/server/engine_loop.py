@@ -145,7 +145,7 @@ class EngineLoop:
         try:
             while not self._ended:
                 idle = not (self.state.running or self.state.waiting)
-                self._look(None if idle and not self._files.waits else 0)
+                self._look(None if idle and not self._files.waits else 0.0)
                 if idle and self.state.waiting:
                     self._gather()
                 elif self._num_first:
