@@ -9,7 +9,7 @@ All requests of a workload are submitted at once. A pool holds about `--rows` of
 3. `rows`: the mean number of replies per step, and `steps`;
 4. `seconds`: a model of the time, in which a step takes 5 ms, 20 us for each reply and 28 us for each prompt token, as 8B does on an H200.
 
-A reply of the workloads `early`, `mixed` and `unseen` ends before its limit, at a length that the engine does not know.
+A reply of the workloads `uniform`, `long` and `longer` ends at its limit; those of the others end at lengths that the engine does not know.
 """
 
 import argparse
@@ -32,15 +32,32 @@ from nanovllm.executor.executor import Drawn
 STOP = 1
 STEP_S, ROW_S, PROMPT_S = 5e-3, 20e-6, 28e-6
 
-# For each workload a function that draws the tokens of a prompt, of its reply, and the limit of the reply.
-WORKLOADS: Mapping[str, Callable[[Random], tuple[int, int, int]]] = MappingProxyType(
+Draw = Callable[[Random, float], tuple[int, int, int]]
+
+
+def _short(random: Random) -> int:
+    return random.randint(16, 64)
+
+
+# For each workload a function that draws the tokens of a prompt, of its reply, and the limit of the reply. Its second argument says where
+# the request is among all: 0 for the first, nearly 1 for the last.
+WORKLOADS: Mapping[str, Draw] = MappingProxyType(
     {
-        "uniform": lambda random: (random.randint(100, 1024), reply := random.randint(100, 1024), reply),
-        "long": lambda random: (random.randint(16, 64), reply := random.randint(512, 1024), reply),
-        "longer": lambda random: (random.randint(16, 64), reply := random.randint(1024, 2048), reply),
-        "early": lambda random: (random.randint(16, 512), min(4096, 1 + int(random.expovariate(1 / 300))), 4096),
-        "mixed": lambda random: (random.randint(16, 512), min(1024, 1 + int(random.expovariate(1 / 600))), 1024),
-        "unseen": lambda random: (random.randint(16, 64), random.randint(600, 1000), 4096),
+        "uniform": lambda random, _: (random.randint(100, 1024), reply := random.randint(100, 1024), reply),
+        "long": lambda random, _: (_short(random), reply := random.randint(512, 1024), reply),
+        "longer": lambda random, _: (_short(random), reply := random.randint(1024, 2048), reply),
+        "early": lambda random, _: (random.randint(16, 512), min(4096, 1 + int(random.expovariate(1 / 300))), 4096),
+        "mixed": lambda random, _: (random.randint(16, 512), min(1024, 1 + int(random.expovariate(1 / 600))), 1024),
+        "unseen": lambda random, _: (_short(random), random.randint(600, 1000), 4096),
+        "quarter": lambda random, _: (_short(random), random.choice([10, 10, 10, 1500]), 4096),
+        "half": lambda random, _: (_short(random), random.choice([10, 2000]), 4096),
+        "rare": lambda random, _: (_short(random), 3500 if random.random() < 0.05 else random.randint(20, 200), 4096),
+        "shift": lambda random, place: (_short(random), 20 if place < 0.5 else random.randint(1200, 1800), 4096),
+        "waves": lambda random, place: (_short(random), random.randint(*((20, 60) if int(place * 8) % 2 else (800, 1500))), 4096),
+        "drift": lambda random, place: (_short(random), min(4096, 1 + int(random.expovariate(1 / (50 + 1500 * place)))), 4096),
+        "pareto": lambda random, _: (_short(random), min(4000, int(50 * random.paretovariate(1.0))), 4096),
+        "thinking": lambda random, _: (random.randint(50, 300), min(8192, int(random.lognormvariate(6.8, 0.9))), 8192),
+        "unseen_long": lambda random, _: (_short(random), random.randint(2900, 3100), 4096),
     }
 )
 
@@ -83,9 +100,9 @@ class Ending(Nothing):
         return Drawn(token_ids=np.where(done + 1 >= lengths, STOP, 0).astype(np.int32))
 
 
-def run(draw: Callable[[Random], tuple[int, int, int]], count: int, rows: int, seed: int = 0) -> dict[str, float]:
+def run(draw: Draw, count: int, rows: int, seed: int = 0) -> dict[str, float]:
     """Serve `count` requests of a workload, in a pool for about `rows` of them. Returns the figures of the module's docstring."""
-    random, drawn = Random(seed), [draw(Random(seed + i)) for i in range(count)]
+    random, drawn = Random(seed), [draw(Random(seed + i), i / count) for i in range(count)]
     mean = sum(prompt + reply for prompt, reply, _ in drawn) / count
     engine, _ = engine_of(int(mean * rows) // 16)
     model, state, lengths = engine.model, engine.state, dict[int, int]()

@@ -8,10 +8,12 @@ import pytest
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine import admission
+from nanovllm.engine.admission import ROWS
 from nanovllm.engine.decode_pages import EARLY
 from nanovllm.engine.scheduler import schedule, steady
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state import pool as pools
+from nanovllm.state.expected_reply import ReplyLengths
 from nanovllm.state.kv_cache import pages_for
 from nanovllm.state.pages import retain
 from nanovllm.state.pool import Pool, init_pool
@@ -299,6 +301,59 @@ def test_requests_are_admitted_that_can_grow_beside_those_that_run(lengths, repl
     monkeypatch.setattr(admission, "SMALL", 1 << 20)
     without, least, _ = served(limits, sequences)
     assert without > 0 and share < min(0.1, without) and steps < 1.25 * least and most > 10, (without, share, steps, least, most)
+
+
+def grown(pool, count, length, limits, max_tokens):
+    """That many sequences of prompts of 4 tokens, and replies of so many tokens so far, with their pages."""
+    running = []
+    for i in range(count):
+        sequence = waiting(i, 4, max_tokens)
+        sequence = replace(sequence, tokens=sequence.tokens.extend(np.arange(length, dtype=np.int32) + 100 * i))
+        done = reserve(pool, sequence, 4 + length, limits.page_size)
+        assert done is not None
+        pool, sequence, _, _ = done
+        running.append(replace(sequence, num_filled=3 + length, most_filled=3 + length))
+    return pool, running
+
+
+@pytest.mark.parametrize("replies", [[], [10] * 30, [30] * 30])
+def test_replies_that_turn_out_long_are_preempted_early(replies):
+    """Twenty replies that lasted longer than all before cannot all go on. Most of them wait again long before the pool is full."""
+    limits = config(num_pages=1000, page_size=16, max_model_len=4096, max_num_seqs=64, max_num_batched_tokens=256)
+    known = ReplyLengths()
+    for reply in replies:
+        known = known.after_reply(reply, at_limit=False)
+    pool, running = grown(init_pool(1000, 16), 20, 50, limits, 4000)
+    plan = schedule(pool, running, queue(), limits, known)
+    assert pool.num_available > 900 and 8 < len(plan.running) < 16
+    assert ids(plan.running) == list(range(len(plan.running))) and ids(plan.waiting) == list(range(len(plan.running), 20))
+    assert plan.num_preempted == len(plan.waiting) and plan.num_lost == 53 * plan.num_preempted
+    again = schedule(pool, running, queue(), limits, known)
+    assert ids(again.running) == ids(plan.running)
+    assert len(schedule(pool, running, queue(waiting(99, 4)), limits, known, num_steps=5).running) == len(plan.running)
+
+
+def test_of_many_replies_that_turn_out_long_not_every_step_looks_at_all():
+    limits = config(num_pages=4000, page_size=16, max_model_len=4096, max_num_seqs=200, max_num_batched_tokens=256)
+    pool, running = grown(init_pool(4000, 16), 4 * ROWS, 50, limits, 4000)
+    counts = [len(schedule(pool, running, queue(waiting(999, 4)), limits, num_steps=n).running) for n in range(9)]
+    assert counts[0] == counts[4] == counts[8] < 80 and all(counts[n] == 4 * ROWS for n in (1, 2, 3, 5, 6, 7))
+    assert len(schedule(pool, running, queue(), limits, num_steps=1).running) == counts[0]
+
+
+def test_replies_that_end_soon_are_not_preempted_early():
+    """By their limits, or by what is known of replies."""
+    limits = config(num_pages=1000, page_size=16, max_model_len=4096, max_num_seqs=64, max_num_batched_tokens=256)
+    pool, running = grown(init_pool(1000, 16), 20, 50, limits, 700)
+    assert schedule(pool, running, queue(), limits).num_preempted == 0
+    pool, running = grown(init_pool(1000, 16), 20, 50, limits, 4000)
+    known = ReplyLengths()
+    for _ in range(100):
+        known = known.after_reply(60, at_limit=False)
+    assert schedule(pool, running, queue(), limits, known).num_preempted == 0
+    tight = replace(limits, num_pages=100)
+    pool, running = grown(init_pool(100, 16), 1, 50, tight, 4000)
+    assert schedule(pool, running, queue(), tight).num_preempted == 0  # the first always goes on
 
 
 def test_what_a_request_shares_need_not_grow(monkeypatch):

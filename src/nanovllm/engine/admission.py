@@ -1,8 +1,8 @@
 """Admission: whether the first waiting request may run, and over which pages.
 
 Preemption costs tokens that run twice, so a request is admitted only if it and those that run can grow to their expected lengths
-(`can_grow`, `state/expected_reply.py`). An engine whose places were nearly all taken gives them away several at a time, or any number in
-each `HELD`-th step (`opens`).
+(`can_grow`, `state/expected_reply.py`). If those that run are expected to need far more than there is, the last of them wait again
+(`shed`). An engine whose places were nearly all taken gives them away several at a time, or any number in each `HELD`-th step (`opens`).
 """
 
 from bisect import bisect
@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from nanovllm.engine.draft import Draft, id_of, missing_pages, turn_of
-from nanovllm.engine.preemption import make_room
+from nanovllm.engine.preemption import make_room, preempt
 from nanovllm.engine.prompt_pages import fitting
 from nanovllm.engine.prompt_room import PromptRoom
 from nanovllm.errors import BrokenInvariantError
@@ -24,8 +24,8 @@ from nanovllm.state.window_frames import least_frames
 PLACES = 32  # places that become free are given away together: one of so many places of the engine
 HELD = 8  # in one of so many steps a free place is given away even if it is the only one
 SMALL = 512  # tokens of a pool below which preemption costs so little that requests are admitted whether they can grow or not
-SHARE = 16  # no reply is expected to be longer than the tokens of the pool, divided by this
-LONGER = 8  # a reply that is as long as expected is expected to grow by this length, divided by this
+ROWS = 32  # of twice as many running sequences, one step of two sees whether they need too many pages, and so on
+BEYOND = 8  # the share of the pool that running sequences may be expected to need beyond it
 
 
 def opens(draft: Draft, num_steps: int) -> bool:
@@ -65,35 +65,70 @@ def fits(draft: Draft, first: Sequence) -> bool:
 
 
 def can_grow(draft: Draft, first: Sequence) -> bool:
-    """Whether the running sequences and this request can all grow to their expected lengths without preemption.
+    """Whether the running sequences and this request can all grow to their expected lengths without preemption."""
+    size, spare = draft.config.page_size, _spare(draft)
+    if _is_small(draft) or _most(draft) + pages_for(first.request.max_len, size) + 1 <= spare:
+        return True
+    rows = [*draft.running, first]
+    columns = _columns(draft, rows)
+    columns[2, -1] = max(first.pages.length, num_busy(draft.pool, reusable(draft, first)[0]))
+    return _peak(columns, size) <= spare
+
+
+def shed(draft: Draft, num_steps: int) -> None:
+    """Preempt those whose turn is last while the running sequences need too many pages even if their replies end early.
+
+    This happens if replies turn out to be longer than those before. Sooner or later the last would be preempted anyway, and to do so early
+    loses fewer tokens. Too many is an eighth of the pool more than there are, because an estimate may be wrong. While requests wait, many
+    rows are not looked at in every step.
+    """
+    if len(draft.running) < 2 or _is_small(draft) or (len(draft.waiting) and num_steps % max(1, len(draft.running) // ROWS)):
+        return
+    size, beyond = draft.config.page_size, draft.config.num_pages // BEYOND
+    most, draft.most = _most(draft), None  # the step takes pages before requests are admitted
+    if most <= _spare(draft) + beyond:
+        return
+    columns = _columns(draft, draft.running, hopeful=True)
+    while len(draft.running) > 1 and _peak(columns[:, : len(draft.running)], size) > _spare(draft) + beyond:
+        preempt(draft, len(draft.running) - 1)
+
+
+def _columns(draft: Draft, rows: list[Sequence], *, hopeful: bool = False) -> np.ndarray:
+    """For each sequence the tokens that it is expected to get, those that it has, its pages, and how many of these it got from others."""
+    size, tokens = draft.config.page_size, draft.config.num_pages * draft.config.page_size
+    facts = [(s.request.max_len, s.request.num_prompt, s.tokens.length, s.pages.length, s.num_cached, id_of(s)) for s in rows]
+    limit, prompt, length, held, cached, request_id = np.array(facts).T
+    growth = np.minimum(limit - length, draft.reply_lengths.growth(length - prompt, request_id, tokens, hopeful=hopeful))
+    return np.array([growth, length, held, cached // size])
+
+
+def _peak(columns: np.ndarray, page_size: int) -> float:
+    """The most pages that sequences take beyond those that they hold, if each grows as expected.
 
     The most pages are held right before a sequence ends. Then it gives back those that it did not get from others.
     """
-    size, expected = draft.config.page_size, _expected_length(draft)
-    spare = draft.pool.pages.num_free + draft.pool.prefix.num_idle  # of frames a sequence seldom needs more: only for its windows
-    if not expected or (len(draft.running) + 1) * (expected // size + 1) + pages_for(first.tokens.length, size) <= spare:
-        return True
-    if draft.most is None:
-        draft.most = sum([_most_pages(s, size) for s in draft.running])
-    if draft.most + pages_for(first.request.max_len, size) + 1 <= spare:
-        return True
-    rows = [*draft.running, first]
-    facts = np.array([(s.request.max_len, s.request.num_prompt, s.tokens.length, s.pages.length, s.num_cached) for s in rows])
-    facts[-1, 3] = max(first.pages.length, num_busy(draft.pool, reusable(draft, first)[0]))
-    limit, prompt, length, held, cached = facts.T
-    left = np.minimum(limit - length, np.maximum(prompt + expected - length, expected // LONGER))
-    order = left.argsort()
-    left, length, held, cached = left[order], length[order], held[order], cached[order]
-    given_back, count = np.cumsum(held - cached // size), np.arange(len(rows), 0, -1)
-    grown = (length[::-1].cumsum()[::-1] + left * count) / size + count / 2  # half of a last page is empty
+    left, length, held, cached = columns[:, columns[0].argsort(kind="stable")]
+    given_back, count = np.cumsum(held - cached), np.arange(len(left), 0, -1)
+    grown = (length[::-1].cumsum()[::-1] + left * count) / page_size + count / 2  # half of a last page is empty
     more = grown - held[::-1].cumsum()[::-1]  # pages that each sequence and those that stay longer than it take
-    return bool((more[1:] - given_back[:-1]).max(initial=more[0]) <= spare)
+    return float((more[1:] - given_back[:-1]).max(initial=more[0]))
 
 
-def _expected_length(draft: Draft) -> int:
-    """How long a reply is expected to become, as far as the pool matters: 0 if it is so small that preemption costs little."""
-    tokens = draft.config.num_pages * draft.config.page_size
-    return min(draft.expected_reply, tokens // SHARE) if tokens >= SMALL else 0
+def _is_small(draft: Draft) -> bool:
+    """Whether the pool is so small that preemption costs little."""
+    return draft.config.num_pages * draft.config.page_size < SMALL
+
+
+def _spare(draft: Draft) -> int:
+    """The pages that sequences can still get. Of frames a sequence seldom needs more: only for its windows."""
+    return draft.pool.pages.num_free + draft.pool.prefix.num_idle
+
+
+def _most(draft: Draft) -> int:
+    """The pages that the running sequences could still take if all replies reached their limits."""
+    if draft.most is None:
+        draft.most = sum([_most_pages(s, draft.config.page_size) for s in draft.running])
+    return draft.most
 
 
 def reusable(draft: Draft, sequence: Sequence) -> tuple[np.ndarray, int]:

@@ -8,6 +8,7 @@ import numpy as np
 from nanovllm.config import EngineConfig
 from nanovllm.engine.plan import Plan
 from nanovllm.state import pool as pools
+from nanovllm.state.expected_reply import ReplyLengths
 from nanovllm.state.kv_cache import pages_for
 from nanovllm.state.pages import require_writable
 from nanovllm.state.pool import Pool, Taken
@@ -40,14 +41,14 @@ def missing_pages(sequence: Sequence, length: int, page_size: int) -> int:
 class Draft:
     """A plan under construction: mutable, and used only inside `schedule` and `steady`."""
 
-    def __init__(self, pool: Pool, running: list[Sequence], waiting: Queue, config: EngineConfig, expected_reply: int):
+    def __init__(self, pool: Pool, running: list[Sequence], waiting: Queue, config: EngineConfig, reply_lengths: ReplyLengths):
         self.pool, self.running, self.waiting = pool, running, waiting
-        self.config, self.expected_reply = config, expected_reply
+        self.config, self.reply_lengths = config, reply_lengths
         self.taken = Taken()
         self.copies: dict[int, list[tuple[int, int]]] = {}
         self.sources: list[int] = []  # released last, so that no page is reallocated before it was copied
         self.stuck: list[Sequence] = []
-        self.num_preempted = self.num_reused = 0
+        self.num_preempted = self.num_lost = self.num_reused = 0
         self.grew = False
         self.most: int | None = None  # pages that the running sequences could still take if all replies reached their limits
         self.found: tuple[Pool, Sequence, tuple[np.ndarray, int]] | None = None  # the last look-up of the prefix index
@@ -120,5 +121,6 @@ class Draft:
             stuck=tuple(self.stuck),
             grew=self.grew,
             num_preempted=self.num_preempted,
+            num_lost=self.num_lost,
             num_reused=self.num_reused,
         )

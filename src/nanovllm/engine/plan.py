@@ -23,6 +23,7 @@ class Plan:
         stuck: Sequences that cannot get another page while the live chunks exist; they end with the tokens that they have.
         grew: Whether a decoding sequence has new pages.
         num_preempted: Sequences that this plan preempts.
+        num_lost: The tokens that these had run.
         num_reused: Tokens of admitted sequences whose KV is already filled.
     """
 
@@ -38,6 +39,7 @@ class Plan:
     stuck: tuple[Sequence, ...]
     grew: bool
     num_preempted: int
+    num_lost: int
     num_reused: int
 
     @property

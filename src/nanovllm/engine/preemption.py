@@ -35,7 +35,7 @@ def preempt(draft: Draft, at: int) -> None:
     draft.copies.pop(id_of(sequence), None)
     draft.pool = give_up_pages(draft.pool, sequence)
     draft.waiting = draft.waiting.push(_without_pages(sequence))
-    draft.num_preempted += 1
+    draft.num_preempted, draft.num_lost = draft.num_preempted + 1, draft.num_lost + sequence.num_filled
 
 
 def strip_waiting(draft: Draft) -> bool:

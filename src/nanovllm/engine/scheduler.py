@@ -1,31 +1,38 @@
-"""The scheduler, a pure function: (pool, running, waiting, limits, expected reply) -> plan.
+"""The scheduler, a pure function: (pool, running, waiting, limits, lengths of replies) -> plan.
 
 Requests are served in order of their turns: by rank, which is the priority with ageing (`rank_of`), and among equals in order of arrival.
 Each step first runs one token of every decoding sequence (`decode_pages.py`), then fills the rest of its token budget with prompts, in
 pieces (`prompt_pages.py`): first those of running sequences, then those of requests that it admits (`admission.py`). While replies go on,
-prompts have a smaller budget, of which a long prompt leaves a part to a short one (`prompt_room.py`). If the pool is full, the running
-sequence whose turn is last returns to the queue (`preemption.py`).
+prompts have a smaller budget, of which a long prompt leaves a part to a short one (`prompt_room.py`). If the pool is full, or is expected
+to become far too small (`shed` in `admission.py`), the running sequence whose turn is last returns to the queue (`preemption.py`).
 """
 
 from collections.abc import Sequence as Seq
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.admission import HELD, admit, may_admit, opens
+from nanovllm.engine.admission import HELD, admit, may_admit, opens, shed
 from nanovllm.engine.decode_pages import EARLY, lacks_pages, may_grow_early, place_decode
 from nanovllm.engine.draft import Draft, id_of, room_of
 from nanovllm.engine.plan import Plan
 from nanovllm.engine.prompt_pages import offer, place_prefill
 from nanovllm.engine.prompt_room import PromptRoom
-from nanovllm.state.expected_reply import EXPECTED_REPLY
+from nanovllm.state.expected_reply import ReplyLengths
 from nanovllm.state.kv_cache import pages_for
 from nanovllm.state.pool import Pool
 from nanovllm.state.request import Queue, Sequence
 from nanovllm.state.steady import Steady
 from nanovllm.state.vector import joined
 
+NOTHING_KNOWN = ReplyLengths()
+
 
 def schedule(
-    pool: Pool, running: Seq[Sequence], waiting: Queue, config: EngineConfig, expected_reply: int = EXPECTED_REPLY, num_steps: int = 0
+    pool: Pool,
+    running: Seq[Sequence],
+    waiting: Queue,
+    config: EngineConfig,
+    reply_lengths: ReplyLengths = NOTHING_KNOWN,
+    num_steps: int = 0,
 ) -> Plan:
     """Choose the tokens of one step and find pages for them. The arguments do not change.
 
@@ -34,11 +41,12 @@ def schedule(
         running: The running sequences, in order of their turns.
         waiting: The queue.
         config: The engine's limits.
-        expected_reply: How long a reply is expected to become, in tokens, if its limit is not nearer.
+        reply_lengths: What is known about the lengths of replies.
         num_steps: How many steps the engine has run.
     """
-    draft = Draft(pool, list(running), waiting, config, expected_reply)
+    draft = Draft(pool, list(running), waiting, config, reply_lengths)
     draft.retire()
+    shed(draft, num_steps)
     decoding = decoding_rows(draft)
     room = PromptRoom.of(config, len(decoding))
     chosen = place_decode(draft, decoding) if decoding else set[int]()
@@ -73,7 +81,7 @@ def steady(
     running: tuple[Sequence, ...],
     waiting: Queue,
     config: EngineConfig,
-    expected_reply: int = EXPECTED_REPLY,
+    reply_lengths: ReplyLengths = NOTHING_KNOWN,
     num_steps: int = 0,
 ) -> Steady | None:
     """The sequences as a `Steady`, with the number of steps in which `schedule` would only choose one token of each.
@@ -86,7 +94,7 @@ def steady(
     size, steps = config.page_size, config.max_model_len
     if not running or len(running) > config.max_num_batched_tokens:
         return None
-    draft = Draft(pool, list(running), waiting, config, expected_reply)
+    draft = Draft(pool, list(running), waiting, config, reply_lengths)
     early = EARLY if may_grow_early(draft) else 0
     for s in running:
         request, left = s.request, room_of(s, size) - early

@@ -23,7 +23,7 @@ from nanovllm.errors import NanoVLLMError
 from nanovllm.executor.executor import Drawn, executor_of, runtime_of
 from nanovllm.models.model import Model
 from nanovllm.state.engine_state import EngineState
-from nanovllm.state.expected_reply import after_preemptions, after_reply
+from nanovllm.state.expected_reply import ReplyLengths
 from nanovllm.state.kv_cache import KVState, copy_pages
 from nanovllm.state.logprobs import RowScores
 from nanovllm.state.pool import Pool, Taken
@@ -98,7 +98,7 @@ def _attempted(model: Model, state: EngineState, taken: Taken, attempt: Attempt)
         loaded, decoded, ends = _decode(model, state, running.ids, running, state.kv, state.pool)
         return _settle_steady(model, state, running, loaded, decoded, ends)
     limits = step_limits(state)
-    plan = schedule(state.pool, tuple(state.running), state.waiting, limits, state.expected_reply, state.num_steps)
+    plan = schedule(state.pool, tuple(state.running), state.waiting, limits, state.reply_lengths, state.num_steps)
     attempt.plan = plan
     taken.pages.extend(plan.allocated)
     taken.frames.extend(plan.frames)
@@ -118,7 +118,7 @@ def _attempted(model: Model, state: EngineState, taken: Taken, attempt: Attempt)
         loaded, decoded, decoded_ends = _decode(model, state, ids, plan.decode, kv, plan.pool, grew=plan.grew)
         ends |= decoded_ends
         # The device already runs the step, so this work on the host overlaps it.
-        known = plan.pool, plan.running, plan.waiting, limits, state.expected_reply, state.num_steps
+        known = plan.pool, plan.running, plan.waiting, limits, state.reply_lengths, state.num_steps
         if plan.only_decodes and (running := steady(*known)) is not None:
             return _settle_steady(model, replace(state, kv=kv, pool=plan.pool, waiting=plan.waiting), running, loaded, decoded, ends)
     return _finish_step(model, state, plan, kv, prefilled, loaded, decoded, ends)
@@ -141,7 +141,7 @@ def _settle_steady(
     token_ids = decoded.token_ids.astype(np.int32, copy=False)
     after = running.after(token_ids, decoded.logprobs, decoded.top_ids, decoded.top_logprobs)
     after, scans, failed = (after, {}, {}) if after.ends is None else scan_steady(after, token_ids)
-    expected = state.expected_reply
+    lengths = state.reply_lengths
     by_grammar = [row for row in running.masked if running.ids[row] in ends] if ends else []
     if rows := sorted({*after.ending(tokens, scans), *failed, *by_grammar}):
         gone, after = after.part(rows)
@@ -151,21 +151,21 @@ def _settle_steady(
             error = unsearchable(sequence, token, failed[row]) if row in failed else fault and outside(sequence, fault)
             outputs[row] = last_output(model, sequence, (token,), reason, now, error, outputs[row].scored)
             pool, kept = ended(pool, kept, sequence)
-            expected = _expected(expected, sequence, state)
+            lengths = _learned(lengths, sequence)
         if isinstance(after, Steady):
             after = replace(after, pool=pool, steps=0 if state.waiting else after.steps)
     unused = executor_of(state).take_discarded_count()
     stats = state.stats.add(decode_tokens=len(tokens) + unused, discarded_tokens=unused)
     state = replace(
-        state, pool=pool, running=after, kept=kept, stats=stats, loaded=loaded, num_steps=state.num_steps + 1, expected_reply=expected
+        state, pool=pool, running=after, kept=kept, stats=stats, loaded=loaded, num_steps=state.num_steps + 1,
+        reply_lengths=lengths.after_tokens(len(tokens)),
     )  # fmt: skip
     return state, outputs
 
 
-def _expected(expected: int, sequence: Sequence, state: EngineState) -> int:
-    """The expected length of a reply after the end of a sequence."""
-    at_limit, longest = sequence.tokens.length >= sequence.request.max_len, state.config.max_model_len
-    return after_reply(expected, sequence.num_generated, at_limit=at_limit, longest=longest)
+def _learned(lengths: ReplyLengths, sequence: Sequence) -> ReplyLengths:
+    """What is known about the lengths of replies after the end of a sequence."""
+    return lengths.after_reply(sequence.num_generated, at_limit=sequence.tokens.length >= sequence.request.max_len)
 
 
 def _decode(model: Model, state: EngineState, ids: tuple[int, ...], rows: Seq[Sequence], kv: KVState, pool: Pool, *, grew: bool = False):
@@ -246,7 +246,7 @@ def _finish_step(
             grown = draw(sequence, token, decoded, row, now, failed)
             moved[sequence.request.request_id] = grown, token, row_scores(sequence, decoded, row)
     running, kept, outputs = [], state.kept, []
-    expected = after_preemptions(state.expected_reply, plan.num_preempted, state.config.max_model_len)
+    lengths = state.reply_lengths.after_tokens(prompt_run + reply_run, plan.num_lost)
     for sequence in plan.running:
         rid = sequence.request.request_id
         grown, token, scored = moved.get(rid) or (sequence, None, None)
@@ -262,7 +262,7 @@ def _finish_step(
             continue
         outputs.append(last_output(model, grown, (token,), reason, now, failed.get(rid), scored))
         pool, kept = ended(pool, kept, grown)
-        expected = _expected(expected, grown, state)
+        lengths = _learned(lengths, grown)
     for sequence in plan.stuck:
         error = None if sequence.num_generated else out_of_pages(sequence, plan.pool)
         outputs.append(last_output(model, sequence, (), "length", now, error))
@@ -278,6 +278,6 @@ def _finish_step(
     )
     state = replace(
         state, kv=kv, pool=pool, running=tuple(running), waiting=plan.waiting, kept=kept, stats=stats, loaded=loaded,
-        num_steps=state.num_steps + 1, expected_reply=expected,
+        num_steps=state.num_steps + 1, reply_lengths=lengths,
     )  # fmt: skip
     return state, outputs

@@ -7,7 +7,7 @@ from immutables import Map
 
 from nanovllm.config import EngineConfig
 from nanovllm.state.chunk import Chunk
-from nanovllm.state.expected_reply import EXPECTED_REPLY
+from nanovllm.state.expected_reply import ReplyLengths
 from nanovllm.state.kv_cache import KVState
 from nanovllm.state.lease import Leased
 from nanovllm.state.pages import PageState
@@ -116,7 +116,7 @@ class EngineState:
         loaded: The ids of the sequences in the executor's decode carry, in order. None if the carry must be loaded again.
         token_budget: The most tokens of a step while device memory is short; None: `config.max_num_batched_tokens`.
         num_steps: How many steps the engine has run.
-        expected_reply: How long a reply is expected to become, in tokens, if its limit is not nearer; learned from those that ended.
+        reply_lengths: What is known about the lengths of replies, learned from those that ended.
         epoch: How many calls had taken over the memory when this state was made.
         runtime: The parts that cannot be values: the lease on the memory, and the executor.
 
@@ -141,7 +141,7 @@ class EngineState:
     loaded: Any = None
     token_budget: int | None = None
     num_steps: int = 0
-    expected_reply: int = EXPECTED_REPLY
+    reply_lengths: ReplyLengths = field(default_factory=ReplyLengths)
     epoch: int = 0
     runtime: Leased
 
