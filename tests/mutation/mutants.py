@@ -402,7 +402,6 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a request that fits exactly waits", "return missing <= free - idle", "return missing < free - idle"),
         ("a request is admitted that cannot grow", "(fits(draft, first) and can_grow(draft, first))", "fits(draft, first)"),
         ("replies that turn out long go on until the pool is full", "    if most <= _spare(draft) + beyond:", "    if most:"),
-        ("replies are preempted although their limits are near", "    if most <= _spare(draft) + beyond:", "    if False:"),
         ("shared pages count as growth", "num_busy(draft.pool, reusable(draft, first)[0])", "0"),
         ("idle pages of a prompt count twice", "return missing <= free - idle", "return missing <= free"),
     ),

@@ -1,6 +1,7 @@
 """The machines of `nanovllm.testing` over our own engine."""
 
 import os
+from functools import reduce
 from unittest.mock import patch
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from nanovllm.engine import admission
 from nanovllm.engine.scheduler import schedule
+from nanovllm.state.expected_reply import ReplyLengths
 from nanovllm.testing.machines.cascade import CascadeChunkMachine, CascadeMachine
 from nanovllm.testing.machines.chunks import ChunkMachine, ModelChunkMachine
 from nanovllm.testing.machines.engine import EngineMachine
@@ -31,12 +33,23 @@ MORE = 50 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 1
 
 
 class GrowingMachine(ScheduleMachine):
-    """Requests are admitted only if those that run can grow, as in a large pool."""
+    """Requests are admitted only if those that run can grow, and preempted early if they cannot, as in a large pool."""
 
     @staticmethod
     def scheduler(*args):
-        with patch.multiple(admission, SMALL=0, SHARE=1):
+        with patch.object(admission, "SMALL", 0):
             return schedule(*args)
+
+
+class ShortMachine(ScheduleMachine):
+    """The same where replies of up to three tokens are known."""
+
+    known = reduce(lambda known, at: known.after_reply(1 + at % 3, at_limit=False), range(60), ReplyLengths())
+
+    @classmethod
+    def scheduler(cls, *args):
+        with patch.object(admission, "SMALL", 0):
+            return schedule(*args, cls.known)
 
 
 class WideVocabulary(EngineMachine):
@@ -100,6 +113,7 @@ class SharedFrames(CascadeMachine):
         (PrefixMachine, 60, 40),
         (ScheduleMachine, 60, 50),
         (GrowingMachine, 20, 50),
+        (ShortMachine, 20, 50),
         (ChunkMachine, 60, 30),
         (ModelChunkMachine, 20, 30),
         (EngineMachine, 25, 50),
