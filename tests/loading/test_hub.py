@@ -300,7 +300,7 @@ def test_a_measurement_downloads_its_model_once(cache: Path, monkeypatch: pytest
     options = ["--model", "org/name", "--device", "cpu", "--revision", "v2", "--download"]
     assert cli.main(["profile", *options, "--steps", "1", "--context", "4"]) == 0
     assert [(asked["repo_id"], asked["revision"]) for asked in hub.asked] == [("org/name", "v2")]
-    monkeypatch.setattr(bench, "measure_start", lambda model, place, tuning, **_: pytest.fail(place))
+    monkeypatch.setattr(bench, "measure_start", lambda model, place, *_, **__: pytest.fail(place))
     options = ["--model", "org/name", "--device", "cpu", "--revision", A[:6], "--download"]
     with pytest.raises(pytest.fail.Exception, match=f"snapshots/{A}"):
         cli.main(["bench", *options, "--which", "start"])

@@ -31,6 +31,7 @@ WINDOWS = ("tests/engine/test_windows.py",)
 STEADY = ("tests/state/test_steady.py",)
 REQUEST = ("tests/state/test_request.py",)
 SCHEDULER = ("tests/engine/test_scheduler.py",)
+STRANDED = ("tests/engine/test_stranded.py",)
 PRIORITIES = ("tests/engine/test_priorities.py",)
 PROMPT_ROOM = ("tests/engine/test_prompt_room.py",)
 PREFILL_RATE = ("tests/engine/test_prefill_rate.py",)
@@ -329,7 +330,11 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a sequence with all its pages holds others up", "if left < steps and lacks_pages(s, size):", "if left < steps:"),
         ("steady steps run until a page is missing", "early = EARLY if may_grow_early(draft) else 0", "early = 0"),
         ("each free place is given away at once", "admits = bool(prefill) or opens(draft, num_steps)", "admits = True"),
-        ("steady steps pass over the end of a wait", "min(steps, HELD - num_steps % HELD)", "steps"),
+        (
+            "steady steps pass over the end of a wait",
+            "0 if opens(draft, num_steps) else min(steps, HELD - num_steps % HELD)",
+            "0 if opens(draft, num_steps) else steps",
+        ),
     ),
     *bugs(
         "engine/prompt_pages.py",
@@ -346,7 +351,9 @@ MUTANTS: tuple[Mutant, ...] = (
         ("pages grow although a request could begin with them", "taken = draft.waiting.first() is None or", "taken = True or"),
         ("pages ahead of need while one waits to come back", "only_free=first is not None and first.most_filled > 0", "only_free=False"),
     ),
-    *bugs("engine/preemption.py", SCHEDULER + STEP, ("stripped from the front of the queue", "last = holders[-1]", "last = holders[0]")),
+    *bugs(
+        "engine/preemption.py", SCHEDULER + STEP, ("stripped from the front of the queue", "last = holders.pop()", "last = holders.pop(0)")
+    ),
     *bugs(
         "engine/admission.py",
         SCHEDULER + STEP,
@@ -392,6 +399,21 @@ MUTANTS: tuple[Mutant, ...] = (
         STEP,
         ("all requests of an engine have one seed", "SeedSequence((seed, request_id))", "SeedSequence((seed, 0))"),
         ("a prompt as long as the engine is accepted", "if num_prompt >= limit:", "if num_prompt > limit:"),
+    ),
+    *bugs(
+        "engine/admission.py",
+        STRANDED,
+        ("a prompt does not wait for pages of replies", "missing > free + num_freed(draft, others)", "missing > free"),
+        ("pages of a stuck sequence are forgotten", "if draft.stuck or (draft.running and", "if (draft.running and"),
+    ),
+    *bugs(
+        "engine/preemption.py",
+        STRANDED,
+        (
+            "what waits is stripped for nothing",
+            "if not holders or wanted > draft.pool.num_available",
+            "if not holders or 0 > draft.pool.num_available",
+        ),
     ),
     *bugs(
         "engine/admission.py",
@@ -1321,8 +1343,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "entrypoints/arguments.py",
         ARGUMENTS,
         ("--memory-fraction is dropped", '"max_model_len", "memory_fraction", "max_step_ms"', '"max_model_len", "max_step_ms"'),
-        ("--max-step-ms is dropped", '"memory_fraction", "max_step_ms", "tuning")', '"memory_fraction", "tuning")'),
-        ("--tuning is dropped", '"max_step_ms", "tuning")', '"max_step_ms")'),
+        ("--max-step-ms is dropped", '"memory_fraction", "max_step_ms", "tuning"', '"memory_fraction", "tuning"'),
+        ("--tuning is dropped", '"max_step_ms", "tuning", "kv_dtype")', '"max_step_ms", "kv_dtype")'),
+        ("--kv-dtype is dropped", '"tuning", "kv_dtype")', '"tuning")'),
         ("--eager is dropped", '"compile": False if options.eager else None', '"compile": None'),
         ("--revision is dropped", '"revision": options.revision', '"revision": None'),
     ),
@@ -1357,7 +1380,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *bugs(
         "entrypoints/cli/memory.py",
         MEMORY_COMMAND,
-        ("memory drops --num-frames", "num_frames=options.num_frames, max_model_len", "max_model_len"),
+        ("memory drops --num-frames", '"num_frames": options.num_frames, ', ""),
     ),
     *bugs(
         "entrypoints/llm.py",

@@ -84,9 +84,8 @@ def _is_stranded(draft: Draft, first: Sequence) -> bool:
     if missing <= free:
         return False
     missing = min(missing, missing + len(first.pages) - len(reusable(draft, first)[0]))
-    return missing > free and missing > free + num_freed(
-        draft, [*draft.running, *(s for s in draft.waiting.items.values() if s is not first)]
-    )
+    others = [*draft.running, *(s for s in draft.waiting.items.values() if s is not first)]
+    return missing > free and missing > free + num_freed(draft, others)
 
 
 def can_grow(draft: Draft, first: Sequence) -> bool:

@@ -159,7 +159,7 @@ def few_tile(matrix: QuantisedMatrix, at_once: int, outputs: int) -> FewTile | N
     return FewTile(outputs=min(each, 16), warps=warps)
 
 
-def grouped_tiles(pairs: float, gate_up: QuantisedMatrix, down: QuantisedMatrix, memory: int) -> QuantisedGroupedTiles:
+def grouped_tiles(pairs: float | int, gate_up: QuantisedMatrix, down: QuantisedMatrix, memory: int) -> QuantisedGroupedTiles:
     """Choose blocks that hold all pairs of most experts, given the average number of pairs per expert."""
     rows = 16 if pairs <= 8 else 32 if pairs <= 24 else 64 if pairs <= 96 else 128
     while True:
