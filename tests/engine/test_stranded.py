@@ -137,6 +137,18 @@ def test_nothing_is_taken_from_those_that_wait_if_it_would_not_suffice() -> None
     assert outputs[good][1].num_cached_tokens == 32
 
 
+def test_a_reply_that_is_stuck_takes_nothing_from_those_that_wait() -> None:
+    """Their pages belong to a chunk, too, so they would not help."""
+    state = nv.init_state(MODEL, num_pages=8, page_size=SIZE, max_model_len=32, max_num_seqs=1)
+    state, chunk = nv.prefill(MODEL, state, list(range(14)))  # 4 pages, the last with room
+    state, long = nv.submit(MODEL, state, [9] * 10, greedy(20))
+    state, _ = nv.step(MODEL, state)
+    state, waits = nv.submit(MODEL, state, [chunk, [1]], greedy(1))
+    state, outputs = ended(state, 60)
+    assert outputs[long][1].finish_reason == "length" and len(outputs[long][1].token_ids) < 20
+    assert outputs[waits][1].num_cached_tokens == 14
+
+
 def test_a_planted_fault_is_found() -> None:
     """Pages of running replies that are taken for a chunk's make requests fail that only had to wait."""
     with patch.object(admission, "num_freed", lambda *_: 0), pytest.raises(AssertionError):
