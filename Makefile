@@ -13,7 +13,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export PIP_CONSTRAINT       := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: setup demo test test-long test-gpu lint docs reference bench bench-http eval-reuse parity clean
+.PHONY: setup demo test test-long test-gpu lint docs reference bench bench-gpu bench-http eval-reuse parity clean
 
 setup: $(DEV)
 
@@ -81,6 +81,10 @@ reference: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/nanovllm bench
+
+# The tests and figures that need a GPU, one after another, in about 45 minutes; `--parts` and `--limit` of the program take fewer.
+bench-gpu: $(DEV)
+	$(BIN)/python -m benchmarks.record_gpu
 
 # Streams over HTTP from the packaged model, beside the library on the same work.
 bench-http: $(DEV)
