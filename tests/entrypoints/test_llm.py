@@ -493,6 +493,26 @@ def test_a_dropped_stream_waits_for_a_state_that_can_be_changed():
     assert not llm.inbox and not llm.state.running
 
 
+def test_a_dropped_stream_cancels_nothing_in_another_engine():
+    llm = make()
+    stream = llm.stream("abc", GREEDY)
+    next(stream)
+    del stream
+    other, request_id = nv.submit(MODEL, nv.init_state(MODEL, num_pages=64, page_size=4), "xyz", GREEDY)
+    llm.state = other
+    assert llm.state.waiting.first().request.request_id == request_id == 0 and not llm.inbox
+
+
+def test_a_repr_changes_nothing():
+    llm = make()
+    stream = llm.stream("abc", GREEDY)
+    next(stream)
+    state = llm.state
+    del stream
+    assert "1 request" in repr(llm)
+    nv.prefill(MODEL, state, "xyz")  # was not donated
+
+
 def test_a_token_costs_the_same_in_any_number_of_streams():
     few, many = work_per_token(8), work_per_token(64)
     assert many < 1.1 * few

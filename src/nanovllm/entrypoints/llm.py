@@ -156,7 +156,8 @@ class LLM:
         if not isinstance(model, Model):
             model = load_model(model, device, dtype, max_model_len=max_model_len, **where)
         self.model: Model = model
-        self._dropped = deque[int]()  # requests of iterators that are closed, maybe by the garbage collector in the middle of a call
+        # Requests whose call is over, each with its engine. The garbage collector may close an iterator in the middle of another call.
+        self._dropped = deque[tuple[str, int]]()
         self._inbox: Map[int, RequestOutput | None] = Map()
         self._state: EngineState = init_state(
             self.model,
@@ -178,7 +179,7 @@ class LLM:
         )
 
     def __repr__(self) -> str:
-        return f"LLM({self.model!r}, {self.state!r})"
+        return f"LLM({self.model!r}, {self._state!r})"
 
     @property
     def state(self) -> EngineState:
@@ -277,7 +278,7 @@ class LLM:
                     self._require_known(waited)
             return [output for i in ids if (output := self.inbox[i]) is not None]
         finally:
-            self._dropped.extend(ids)
+            self._drop(self._state.runtime.lease.engine, ids)
             self._cancel_dropped()
 
     @explain_unknown_keywords
@@ -433,6 +434,7 @@ class LLM:
         """The pieces of a reply, read from the state, so that steps of other calls count too."""
         ids: list[int] = []
         text, seen = TextStream.of(self.tokenizer, params.stop, params.skip_special_tokens), 0
+        engine = self.state.runtime.lease.engine
         try:
             with uninterrupted():
                 ids = self._submit([prompt], [params], [priority], processor)
@@ -449,7 +451,7 @@ class LLM:
                 else:
                     self._step()
         finally:
-            self._dropped.extend(ids)  # nothing else: a call that is under way may be interrupted by this
+            self._drop(engine, ids)  # nothing else: a call that is under way may be interrupted by this
 
     def _submit(
         self, contexts: list[Context], params: list[SamplingParams | None], priorities: list[int], processor: LogitsProcessor | None
@@ -467,16 +469,21 @@ class LLM:
             self.inbox = self.inbox.update({i: output for i, output in ended.items() if i in self.inbox})
         return set(ended)
 
+    def _drop(self, engine: str, ids: list[int]) -> None:
+        self._dropped.extend([(engine, request_id) for request_id in ids])
+
     def _cancel_dropped(self) -> None:
         """Remove requests whose call is over from the inbox, and cancel those that have not ended.
 
-        A state that was donated elsewhere cannot be changed. Then the requests stay dropped until a newer state is assigned.
+        A state that was donated elsewhere cannot be changed. Then the requests stay dropped until a newer state is assigned. A state of
+        another engine has other requests of the same numbers, which are left alone.
         """
         while self._dropped:
             with uninterrupted():
-                request_id = self._dropped[0]
+                engine, request_id = self._dropped[0]
+                here, ended = engine == self._state.runtime.lease.engine, self._inbox.get(request_id) is not None
                 try:
-                    if self._inbox.get(request_id) is None and sequence_of(self._state, request_id) is not None:
+                    if here and not ended and sequence_of(self._state, request_id) is not None:
                         with suppress(EngineDeadError):  # which the call has raised
                             self._state = cancel(self._state, request_id)
                 except DonatedStateError:

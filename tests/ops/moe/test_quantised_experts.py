@@ -209,3 +209,11 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], said: str) -> None
     with pytest.raises(ExpertsMismatchError, match="relu"):
         quantised_experts(x, gate_up, down, chosen, weights, "relu")
     assert routed(3, 2, 4, torch.float32, "cpu")[0].shape == chosen.shape and joined([gate_up[0], gate_up[1]], dim=0) is not None
+
+
+@pytest.mark.parametrize("number", [-5, -1, 4])
+def test_an_expert_that_does_not_exist_is_refused(number: int) -> None:
+    x, gate_up, down, chosen, weights = quantised_experts_problem("int8", 3, 2, 4, 72, 40, group=8)
+    chosen[1, 0] = number
+    with pytest.raises(ExpertsMismatchError, match=r"valid numbers are 0 \.\.\. 3"):
+        quantised_experts(x, gate_up, down, chosen, weights, "silu")

@@ -104,6 +104,12 @@ def require_fit(x: Tensor, gate_up: torch.Size, down: torch.Size, chosen: Tensor
         raise ExpertsMismatchError(f"chosen must be int32 or int64 and weights floating-point, got {chosen.dtype} and {weights.dtype}")
 
 
+def require_experts(hit: list[int], num: int) -> None:
+    """Raise `ExpertsMismatchError` unless the numbers of chosen experts, ascending, are in 0 ... `num` - 1."""
+    if hit and not 0 <= hit[0] <= hit[-1] < num:
+        raise ExpertsMismatchError(f"experts {hit[0]} ... {hit[-1]} were chosen, but valid numbers are 0 ... {num - 1}")
+
+
 @torch.library.register_fake("nanovllm::experts", lib=_LIBRARY)
 def _fake(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, act: str) -> Tensor:
     return x.new_empty(x.shape)
@@ -111,8 +117,7 @@ def _fake(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Ten
 
 def _reference(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, act: str) -> Tensor:
     hit = chosen.unique().tolist()  # ascending, which is the order of every row's sum
-    if hit and not 0 <= hit[0] <= hit[-1] < down.shape[0]:
-        raise ExpertsMismatchError(f"experts {hit[0]} ... {hit[-1]} were chosen, but valid numbers are 0 ... {down.shape[0] - 1}")
+    require_experts(hit, down.shape[0])
     wide = torch.promote_types(x.dtype, torch.float32)
     total = x.new_zeros(x.shape, dtype=wide)
     for e in hit:

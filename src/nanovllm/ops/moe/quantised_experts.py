@@ -7,7 +7,7 @@ import torch
 from nanovllm.ops.backends import dependent_launch, own_kernels, shared_memory
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.ops.linear.quantised_tiles import HELD, MOST_HELD, PROGRAMS, VECTOR, FewTile, many_tile, regular, steps_of
-from nanovllm.ops.moe.experts import ExpertsMismatchError, every_expert, experts, require_fit
+from nanovllm.ops.moe.experts import ExpertsMismatchError, every_expert, experts, require_experts, require_fit
 from nanovllm.ops.moe.tiles import QuantisedFewTiles, QuantisedGroupedTiles
 from nanovllm.types import Tensor
 
@@ -85,6 +85,7 @@ def _cpu(x: Tensor, *given) -> Tensor:
     hit, places = chosen.unique(return_inverse=True)
     if not len(hit):
         return x.new_zeros(x.shape)
+    require_experts(hit.tolist(), matrices[1].shape[0])
     gate_up, down = (torch.stack([matrix[e].dequantised(x.dtype) for e in hit.tolist()]) for matrix in matrices)
     return experts(x, gate_up, down, places.view_as(chosen), weights, act)
 
