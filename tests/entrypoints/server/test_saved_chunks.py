@@ -4,6 +4,7 @@ import errno
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,32 @@ def test_calls_for_files_are_bounded(served: Live, monkeypatch: pytest.MonkeyPat
     assert first.answer().status == second.answer().status == 200
     served.wait_until_idle()
     assert len(served.engine.state.chunks) == 1
+
+
+def test_a_call_counts_until_the_engine_has_ended_it(served: Live) -> None:
+    calls, ended, read = file_thread.FileThread(), list[Any](), list[int]()
+    held, deadline = served.engine._held(), time.monotonic() + LIMIT
+
+    def reading(number: int, _: file_thread.Between) -> int:
+        read.append(number)
+        return number
+
+    for number in range(file_thread.MOST_CALLS + 3):  # the engine is in a long step
+        calls.begin(file_thread.Later(work=partial(reading, number), end=lambda held, result: (held, result)), ended.append)
+    time.sleep(0.1)
+    assert read == [0]  # the others are read once it was put into pages
+    while len(ended) < file_thread.MOST_CALLS + 3:
+        assert time.monotonic() < deadline
+        if calls.waits:
+            calls.turn(held)[1]()
+    assert [value for value in ended if isinstance(value, int)] == read == [*range(file_thread.MOST_CALLS)]
+    assert sum(isinstance(value, nv.QueueFullError) for value in ended) == 3
+    calls.begin(file_thread.Later(work=lambda _: 7, end=lambda held, result: (held, result)), ended.append)
+    while ended[-1] != 7:
+        assert time.monotonic() < deadline
+        if calls.waits:
+            calls.turn(held)[1]()
+    calls.close()
 
 
 def test_an_orderly_end_waits_for_a_file(served: Live, monkeypatch: pytest.MonkeyPatch) -> None:
