@@ -22,7 +22,7 @@ from nanovllm.chunks.handles import release
 from nanovllm.engine.failures import as_value
 from nanovllm.engine.requests import cancel, submit_many
 from nanovllm.engine.step import step
-from nanovllm.entrypoints.server import engine_calls, scores
+from nanovllm.entrypoints.server import engine_calls, saved_chunks, scores
 from nanovllm.entrypoints.server.chunk_calls import kept, load_marked
 from nanovllm.entrypoints.server.engine_metrics import EngineMetrics, Timeline
 from nanovllm.entrypoints.server.file_thread import FileThread, Later
@@ -130,8 +130,13 @@ class EngineLoop:
         self._selector.register(self._files.woken, selectors.EVENT_READ, self._files.woken)
         self._ended = False
 
-    def load_chunks(self) -> None:
-        """Load the chunks that an engine before this one had in memory and in files. Those that do not fit are named on stderr."""
+    def load_chunks(self, *, again: bool) -> None:
+        """Make the chunk folder ready, and, if the engine is started `again`, load the chunks that the one before it had in memory and in
+        files. Those that cannot be loaded are named on stderr.
+        """
+        saved_chunks.tidy(self.named.limits, again=again)
+        if not again:
+            return
         held, problems = load_marked(self._held())
         self._hold(held)
         for problem in problems:
