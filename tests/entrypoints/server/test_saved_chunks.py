@@ -344,13 +344,13 @@ def test_a_mark_that_cannot_be_deleted(served: Live) -> None:
 
 def test_temporary_files_of_killed_engines_are_deleted(served: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     assert served.post("/v1/chunks/king/save", {}).status == 200
-    (saved,) = files(served)
+    (saved,), old_time = files(served), time.time() - 3600.0
     old, new, other = (saved.with_name(name) for name in (".nanovllm-1.tmp", ".nanovllm-2.tmp", "other.tmp"))
     for path in (old, new, other):
         path.touch()
     for path in (old, other):
-        os.utime(path, (time.time() - 3600.0,) * 2)
+        os.utime(path, (old_time, old_time))
     with temporary(saved.parent) as (_, locked):
-        os.utime(locked, (time.time() - 3600.0,) * 2)
+        os.utime(locked, (old_time, old_time))
         assert again(served) == [("king", 11)]
         assert {*files(served)} == {saved, new, other, locked}
