@@ -3,14 +3,16 @@
 import errno
 import os
 import secrets
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from fcntl import LOCK_EX, flock
+from contextlib import contextmanager, suppress
+from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 
 from nanovllm.errors import InvalidRequestError
 
 TEMPORARY = ".nanovllm-*.tmp"  # the names of files of `temporary`, in the same folder as their targets
+ABANDONED = 60.0  # seconds after which an unlocked temporary file is deleted: live processes lock theirs at once
 
 
 def cache_path() -> Path:
@@ -95,6 +97,19 @@ def temporary(folder: Path, mode: int = 0o666) -> Iterator[tuple[int, Path]]:
     finally:
         path.unlink(missing_ok=True)
         os.close(fd)
+
+
+def delete_abandoned(folder: Path) -> None:
+    """Delete files of `temporary` that processes left when they were killed."""
+    for path in folder.glob(TEMPORARY):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > ABANDONED:
+                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    flock(fd, LOCK_EX | LOCK_NB)
+                    path.unlink(missing_ok=True)
+                finally:
+                    os.close(fd)
 
 
 def put(made: Path, target: Path) -> None:

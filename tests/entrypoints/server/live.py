@@ -106,8 +106,7 @@ class Live:
         """Start an engine, in place of one that was stopped, `again` with its chunks that have files."""
         state = nv.init_state(self.model, **self.options)
         self.engine = EngineLoop(self.model, state, self.listener.dup(), **self.limits)
-        if again:
-            self.engine.load_chunks()
+        self.engine.load_chunks(again=again)
         self.engine_thread = threading.Thread(target=self._engine, daemon=True)
         self.engine_thread.start()
 

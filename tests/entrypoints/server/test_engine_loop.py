@@ -75,6 +75,14 @@ def test_how_many_came_together_is_learnt(live: Live) -> None:
             assert server.engine._together == count and server.engine._num_first == 0
 
 
+def test_requests_that_find_no_place_at_once_are_counted_once(live: Live) -> None:
+    with Live(live.model, max_num_seqs=2) as server:
+        for _ in range(2):
+            body = {"prompt": ["a b", "c d", "e f", "g h"], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+            assert server.post("/v1/completions", body).status == 200
+            assert server.engine._together == 4
+
+
 def test_options_that_come_again_are_checked_once(loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     one = loop._params({"temperature": 0.5, "max_tokens": 7})
     assert one == nv.SamplingParams(temperature=0.5, max_tokens=7) and loop._params({"temperature": 0.5, "max_tokens": 7}) is one

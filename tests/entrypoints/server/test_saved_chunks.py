@@ -1,9 +1,11 @@
 """Files of chunks are written and read beside the steps: requests go on, errors are told, and nothing is left behind."""
 
 import errno
+import os
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import nanovllm as nv
 from nanovllm.chunks.storage import blocks
 from nanovllm.entrypoints.server import file_thread, saved_chunks
 from nanovllm.entrypoints.server.settings import Settings
+from nanovllm.files import temporary
 from tests.entrypoints.server.live import LIMIT, Answer, Live
 
 KING = "The king of Aistonia is Oswin."
@@ -148,6 +151,51 @@ def test_calls_for_files_are_bounded(served: Live, monkeypatch: pytest.MonkeyPat
     assert len(served.engine.state.chunks) == 1
 
 
+def test_a_deleted_chunk_counts_until_its_file_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, tokens = Settings(shutdown_seconds=10.0, chunk_dir=tmp_path, chunk_share=0.1), [*range(5, 165)]
+    with Live(settings=settings, num_pages=128) as server:  # 12 pages for chunks
+        assert server.post("/v1/chunks", {"name": "x", "token_ids": tokens}).status == 200
+        disk = Slow(monkeypatch, "_write_block")
+        saving = Calling(server, "/v1/chunks/x/save", {})
+        assert disk.reached.wait(LIMIT)
+        assert server.get("/v1/chunks").json()["pages"] == 10  # once, as long as the chunk has its name
+        assert server.call("DELETE", "/v1/chunks/x").status == 200
+        assert server.get("/v1/chunks").json()["pages"] == 10
+        answer = server.post("/v1/chunks", {"name": "y", "token_ids": tokens[::-1]})
+        assert code_of(answer) == (400, "chunk_limit") and "also those that are being saved" in answer.body.decode()
+        disk.go.set()
+        assert saving.answer().status == 200
+        assert server.get("/v1/chunks").json()["pages"] == 0
+        assert server.post("/v1/chunks", {"name": "y", "token_ids": tokens[::-1]}).status == 200
+        server.wait_until_idle()
+
+
+def test_a_call_counts_until_the_engine_has_ended_it(served: Live) -> None:
+    calls, ended, read = file_thread.FileThread(), list[Any](), list[int]()
+    held, deadline = served.engine._held(), time.monotonic() + LIMIT
+
+    def reading(number: int, _: file_thread.Between) -> int:
+        read.append(number)
+        return number
+
+    for number in range(file_thread.MOST_CALLS + 3):  # the engine is in a long step
+        calls.begin(file_thread.Later(work=partial(reading, number), end=lambda held, result: (held, result)), ended.append)
+    time.sleep(0.1)
+    assert read == [0]  # the others are read once it was put into pages
+    while len(ended) < file_thread.MOST_CALLS + 3:
+        assert time.monotonic() < deadline
+        if calls.waits:
+            calls.turn(held)[1]()
+    assert [value for value in ended if isinstance(value, int)] == read == [*range(file_thread.MOST_CALLS)]
+    assert sum(isinstance(value, nv.QueueFullError) for value in ended) == 3
+    calls.begin(file_thread.Later(work=lambda _: 7, end=lambda held, result: (held, result)), ended.append)
+    while ended[-1] != 7:
+        assert time.monotonic() < deadline
+        if calls.waits:
+            calls.turn(held)[1]()
+    calls.close()
+
+
 def test_an_orderly_end_waits_for_a_file(served: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Slow(monkeypatch, "_write_block")
     saving = Calling(served, "/v1/chunks/king/save", {})
@@ -195,3 +243,114 @@ def test_chunks_with_files_are_loaded_when_an_engine_is_started_again(served: Li
     served.start_engine(again=True)
     served.wait_until_healthy()
     assert [chunk["name"] for chunk in served.get("/v1/chunks").json()["data"]] == ["b"]
+
+
+def again(live: Live) -> list[tuple[str, int]]:
+    """Let the engine be started again. Returns the chunks that it has then, and their numbers of tokens."""
+    live.stop_engine()
+    live.start_engine(again=True)
+    live.wait_until_healthy()
+    return [(chunk["name"], chunk["tokens"]) for chunk in live.get("/v1/chunks").json()["data"]]
+
+
+def test_a_save_of_a_chunk_whose_name_is_anothers_by_then(served: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Slow(monkeypatch, "_write_block")
+    saving = Calling(served, "/v1/chunks/king/save", {})
+    assert disk.reached.wait(LIMIT)
+    assert served.call("DELETE", "/v1/chunks/king").status == 200
+    assert served.post("/v1/chunks", {"name": "king", "token_ids": [5, 6, 7]}).status == 200
+    disk.go.set()
+    assert saving.answer().status == 200
+    assert again(served) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("", {"name": "king", "token_ids": [5, 6, 7], "replace": True}),
+        ("/king/truncate", {"tokens": 3}),
+        ("/king/drop", {"spans": [[2, 4]], "mode": "shift"}),
+        ("/compose", {"names": ["king", "other"], "name": "king", "replace": True}),
+        ("/other/fork", {"to": "king", "replace": True}),
+    ],
+    ids=["made anew", "truncate", "drop", "compose", "fork"],
+)
+def test_old_content_of_a_replaced_chunk_does_not_come_back(served: Live, path: str, body: dict[str, Any]) -> None:
+    assert served.post("/v1/chunks", {"name": "other", "token_ids": [5, 6, 7]}).status == 200
+    assert served.post("/v1/chunks/king/save", {}).status == 200
+    refused = served.post("/v1/chunks", {"name": "king", "token_ids": [5, 6, 7]})
+    assert code_of(refused) == (409, "chunk_exists")
+    assert again(served) == [("king", 11)]  # also after a call that was refused
+    assert served.post("/v1/chunks", {"name": "other", "token_ids": [5, 6, 7]}).status == 200
+    answer = served.post("/v1/chunks" + path, body)
+    assert answer.status == 200, answer
+    assert again(served) == []
+    assert served.post("/v1/chunks/king/load", {}).json()["tokens"] == 11
+    assert again(served) == [("king", 11)]
+
+
+def test_a_reply_that_is_kept_in_place_of_a_chunk_has_no_file(served: Live) -> None:
+    assert served.post("/v1/chunks/king/save", {}).status == 200
+    assert served.post("/v1/completions", {**GREEDY, "keep": "king", "keep_replace": True}).status == 200
+    assert again(served) == []
+
+
+def test_a_file_that_is_deleted_while_it_is_read(served: Live, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    assert served.post("/v1/chunks/king/save", {}).status == 200
+    disk = Slow(monkeypatch, "_read_block")
+    loading = Calling(served, "/v1/chunks/king/load", {"replace": True})
+    assert disk.reached.wait(LIMIT)
+    assert served.call("DELETE", "/v1/chunks/king/save").status == 200
+    disk.go.set()
+    assert loading.answer().status == 200
+    assert again(served) == [] and "not loaded again" not in capfd.readouterr().err
+
+
+def test_another_server_loads_nothing_by_itself(served: Live) -> None:
+    assert served.post("/v1/chunks/king/save", {}).status == 200
+    served.stop_engine()
+    served.start_engine()
+    served.wait_until_healthy()
+    assert again(served) == []
+    assert served.post("/v1/chunks/king/load", {}).status == 200
+
+
+def test_what_happens_to_one_file_keeps_no_engine_from_its_start(
+    served: Live, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert served.post("/v1/chunks", {"name": "b", "token_ids": [5, 6, 7]}).status == 200
+    for name in ("king", "b"):
+        assert served.post(f"/v1/chunks/{name}/save", {}).status == 200
+    read = saved_chunks.read
+
+    def broken(path: Path, name: str, model: nv.Model) -> Any:
+        if name == "king":
+            raise MemoryError
+        return read(path, name, model)
+
+    monkeypatch.setattr(saved_chunks, "read", broken)
+    assert again(served) == [("b", 3)]
+    assert "a chunk was not loaded again: king: the file could not be loaded: MemoryError" in capfd.readouterr().err
+
+
+def test_a_mark_that_cannot_be_deleted(served: Live) -> None:
+    assert served.post("/v1/chunks/king/save", {}).status == 200
+    mark = saved_chunks.path_of(served.engine.named.limits, "", "king").with_suffix(saved_chunks.MARK)
+    mark.unlink()
+    mark.mkdir()
+    assert served.call("DELETE", "/v1/chunks/king/save").status == 200 and not files(served)
+    assert served.call("DELETE", "/v1/chunks/king").status == 200
+
+
+def test_temporary_files_of_killed_engines_are_deleted(served: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert served.post("/v1/chunks/king/save", {}).status == 200
+    (saved,), old_time = files(served), time.time() - 3600.0
+    old, new, other = (saved.with_name(name) for name in (".nanovllm-1.tmp", ".nanovllm-2.tmp", "other.tmp"))
+    for path in (old, new, other):
+        path.touch()
+    for path in (old, other):
+        os.utime(path, (old_time, old_time))
+    with temporary(saved.parent) as (_, locked):
+        os.utime(locked, (old_time, old_time))
+        assert again(served) == [("king", 11)]
+        assert {*files(served)} == {saved, new, other, locked}

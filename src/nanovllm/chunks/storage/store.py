@@ -8,12 +8,11 @@ import hashlib
 import json
 import os
 import reprlib
-import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from fcntl import LOCK_EX, LOCK_NB, flock
+from fcntl import LOCK_EX, flock
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from nanovllm.config import require_known_kv_dtype
 from nanovllm.engine.donation import enter, enter_with, require_live, require_model
 from nanovllm.engine.prompt import encode, token_array
 from nanovllm.errors import ChunkFileError, InvalidRequestError, OutOfPagesError
-from nanovllm.files import TEMPORARY, as_path, open_file, put, temporary
+from nanovllm.files import as_path, delete_abandoned, open_file, put, temporary
 from nanovllm.models.model import Model
 from nanovllm.ops.kv_cache.fp8 import FP8
 from nanovllm.state.chunk import Chunk
@@ -36,7 +35,6 @@ from nanovllm.state.engine_state import EngineState
 
 LOCK = ".nanovllm-store.lock"
 KEY_FORM = "a key of 1 to 128 letters, digits, '.', '_' or '-', the first a letter or digit"
-ABANDONED = 60.0  # seconds after which an unlocked temporary file is deleted: live processes lock theirs at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,15 +413,7 @@ class ChunkStore:
 
     def _sweep(self, index: Mapping[str, Entry]) -> dict[str, Entry]:
         """The index without chunks whose file is missing. Temporary files of dead processes are deleted."""
-        for path in self.folder.glob(TEMPORARY):
-            with suppress(OSError):
-                if time.time() - path.stat().st_mtime > ABANDONED:
-                    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-                    try:
-                        flock(fd, LOCK_EX | LOCK_NB)
-                        path.unlink(missing_ok=True)
-                    finally:
-                        os.close(fd)
+        delete_abandoned(self.folder)
         return {key: index[key] for key in self._used(index)}
 
     def _shrink(self, index: Mapping[str, Entry], limit: int) -> tuple[dict[str, Entry], tuple[str, ...]]:

@@ -119,23 +119,27 @@ def drop_spans(
 
 
 def save(held: Held, *, space: str, name: str) -> tuple[Held, Later]:
-    """Write a chunk to its file, beside the steps. Its pages stay until the file is complete."""
+    """Write a chunk to its file, beside the steps. Its pages stay until the file is complete, and count until then."""
     found, path, most = held.named.get(space, name), saved_chunks.path_of(held.named.limits, space, name), held.named.limits.most
     state, pinned = fork(held.state, found.chunk)
     head, device = chunk_file.head_of(state, pinned), held.model.device
+    pin = space, pinned
 
     def end(held: Held, size: Any) -> tuple[Held, Any]:
-        held = replace(held, state=release(held.state, pinned))
+        left = tuple(one for one in held.named.pinned if one is not pin)
+        held = replace(held, state=release(held.state, pinned), named=replace(held.named, pinned=left))
         if isinstance(size, Exception):
             return held, _told(size, f"the chunk {name!r} could not be saved")
-        if name in held.named.space(space):
+        now = held.named.space(space).get(name)
+        if now is not None and now.chunk.liveness == found.chunk.liveness:  # not another chunk of this name, nor deleted
             saved_chunks.mark(path, name)
         return held, {**described(name, found), "bytes": size}
 
     def work(between: Between) -> int:
         return saved_chunks.write(between, path, name, pinned, head, device, most)
 
-    return replace(held, state=state), Later(work=work, end=end)
+    named = replace(held.named, pinned=(*held.named.pinned, pin))
+    return replace(held, state=state, named=named), Later(work=work, end=end)
 
 
 def load_saved(held: Held, *, space: str, name: str, replaced: bool, namespace: int) -> tuple[Held, Later]:
@@ -171,8 +175,8 @@ def load_marked(held: Held) -> tuple[Held, list[str]]:
                 held, value = _put_into_pages(held, found, space, name, replaced=False, namespace=namespace)
             except EngineDeadError:
                 raise
-            except NanoVLLMError as error:
-                value = error
+            except Exception as error:  # of one chunk, which the others and the engine can do without
+                value = _told(error, f"{name}: the file could not be loaded")
             problems += [str(value)] if isinstance(value, NanoVLLMError) else []
     return held, problems
 
@@ -232,7 +236,10 @@ def _named(held: Held, made: tuple[Any, Chunk], space: str, name: str, *, replac
     """Give a new chunk its name, or release it and return the error."""
     state, named, error = settled(made[0], held.named, space, name, made[1], created=int(time.time()), replaced=replaced)
     held = replace(held, state=state, named=named)
-    return held, described(name, named.get(space, name)) if error is None else error
+    if error is not None:
+        return held, error
+    saved_chunks.unmark(named.limits, space, name)  # if the name has a file, it is that of an older chunk
+    return held, described(name, named.get(space, name))
 
 
 CALLS: Mapping[str, Callable[..., tuple[Held, Any]]] = MappingProxyType(

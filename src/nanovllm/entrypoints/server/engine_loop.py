@@ -22,7 +22,7 @@ from nanovllm.chunks.handles import release
 from nanovllm.engine.failures import as_value
 from nanovllm.engine.requests import cancel, submit_many
 from nanovllm.engine.step import step
-from nanovllm.entrypoints.server import engine_calls, scores
+from nanovllm.entrypoints.server import engine_calls, saved_chunks, scores
 from nanovllm.entrypoints.server.chunk_calls import kept, load_marked
 from nanovllm.entrypoints.server.engine_metrics import EngineMetrics, Timeline
 from nanovllm.entrypoints.server.file_thread import FileThread, Later
@@ -125,12 +125,18 @@ class EngineLoop:
         self._known: dict[tuple[Any, ...], SamplingParams] = {}
         self._together = 1  # requests that came at about the same time when there was nothing to do, and while the first of them ran
         self._num_first = 0  # of these, those that were there for the first step; 0 later
+        self._num_later = 0  # requests that came after those, until the next time that there is nothing to do
         self._files = FileThread()
         self._selector.register(self._files.woken, selectors.EVENT_READ, self._files.woken)
         self._ended = False
 
-    def load_chunks(self) -> None:
-        """Load the chunks that an engine before this one had in memory and in files. Those that do not fit are named on stderr."""
+    def load_chunks(self, *, again: bool) -> None:
+        """Make the chunk folder ready, and, if the engine is started `again`, load the chunks that the one before it had in memory and in
+        files. Those that cannot be loaded are named on stderr.
+        """
+        saved_chunks.tidy(self.named.limits, again=again)
+        if not again:
+            return
         held, problems = load_marked(self._held())
         self._hold(held)
         for problem in problems:
@@ -149,7 +155,7 @@ class EngineLoop:
                 if idle and self.state.waiting:
                     self._gather()
                 elif self._num_first:
-                    self._together, self._num_first = self._num_first + len(self.state.waiting), 0
+                    self._together, self._num_first = self._num_first + self._num_later, 0
                 if self._files.waits:
                     held, tell = self._files.turn(self._held())
                     self._hold(held)
@@ -179,7 +185,7 @@ class EngineLoop:
         end = time.perf_counter() + GATHER_SECONDS
         while len(self.state.waiting) < self._together and time.perf_counter() < end and self._look(QUIET_SECONDS):
             pass
-        self._num_first = len(self.state.waiting)
+        self._num_first, self._num_later = len(self.state.waiting), 0
 
     def stop(self) -> None:
         """End `run` after this round."""
@@ -333,6 +339,7 @@ class EngineLoop:
             if owner.counted:
                 self.metrics.submitted(request_id, owner.line)
         self.waiting_tokens += sum(lengths)
+        self._num_later += len(ids)
         self._send(peer, Accepted(message.ids))
 
     def _params(self, options: dict[str, Any]) -> SamplingParams:

@@ -53,8 +53,7 @@ def run_engine(
     loop = EngineLoop(llm.model, llm.state, listener, **limits)
     loop.stop_on(signal.SIGTERM)
     try:
-        if again:
-            loop.load_chunks()
+        loop.load_chunks(again=again)
         os.write(ready, READY)
         loop.run()
     except EngineDeadError as error:

@@ -13,7 +13,7 @@ from typing import Any
 from nanovllm.entrypoints.server.held import Held
 from nanovllm.errors import EngineClosedError, EngineDeadError, NanoVLLMError, QueueFullError
 
-MOST_CALLS = 32  # that wait or run
+MOST_CALLS = 32  # whose `Later.end` has not run
 CLOSE_SECONDS = 2.0  # for the file that is open when the engine ends
 Between = Callable[[Callable[[Held], Any]], Any]
 Turn = Callable[[Held], tuple[Held, Callable[[], None]]]
@@ -47,6 +47,7 @@ class FileThread:
         self._lock = threading.Lock()
         self._turns = deque[tuple[Turn, Future[Any] | None]]()
         self._calls = set[Future[None]]()
+        self._num_calls = 0  # only used in the engine's thread
         self._thread = ThreadPoolExecutor(1, "engine-files")
         self._closed = False
 
@@ -57,9 +58,10 @@ class FileThread:
 
     def begin(self, later: Later, tell: Callable[[Any], None]) -> None:
         """Run a call. `tell` is given its value or its error in the engine's thread."""
-        if len(self._calls) >= MOST_CALLS:
-            self._end(later, QueueFullError(f"{MOST_CALLS} chunks are being saved or loaded: try again later"), tell)
+        if self._num_calls >= MOST_CALLS:
+            self._end(later, QueueFullError(f"{MOST_CALLS} chunks are being saved or loaded: try again later"), tell, None)
             return
+        self._num_calls += 1
         call = self._thread.submit(self._run, later, tell)
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
@@ -93,8 +95,10 @@ class FileThread:
             result = later.work(self._between)
         except Exception as error:
             result = error
+        done = Future[None]()
         with suppress(EngineClosedError):
-            self._end(later, result, tell)
+            self._end(later, result, tell, done)
+            done.result()  # before the next call: what was read is in memory until then
 
     def _between(self, function: Callable[[Held], Any]) -> Any:
         future = Future[Any]()
@@ -111,15 +115,19 @@ class FileThread:
         self._add(called, future)
         return future.result()
 
-    def _end(self, later: Later, result: Any, tell: Callable[[Any], None]) -> None:
+    def _end(self, later: Later, result: Any, tell: Callable[[Any], None], done: Future[None] | None) -> None:
         def ended(held: Held) -> tuple[Held, Callable[[], None]]:
             try:
                 held, value = later.end(held, result)
             except NanoVLLMError as error:
                 value = error
+            finally:
+                if done is not None:
+                    self._num_calls -= 1
+                    done.set_result(None)
             return held, partial(tell, value)
 
-        self._add(ended, None)
+        self._add(ended, done)
 
     def _add(self, function: Turn, future: Future[Any] | None) -> None:
         with self._lock:

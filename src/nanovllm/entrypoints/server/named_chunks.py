@@ -68,11 +68,13 @@ class NamedChunks:
         limits: What each namespace may use.
         spaces: The chunks by namespace and name.
         composed: The compositions, the last used last.
+        pinned: Chunks without names whose pages files are being made of, each with its namespace, which they count in.
     """
 
     limits: ChunkLimits = field(default_factory=ChunkLimits)
     spaces: Map[str, Map[str, Named]] = field(default_factory=Map)
     composed: tuple[Composed, ...] = ()
+    pinned: tuple[tuple[str, Chunk], ...] = ()
 
     def space(self, space: str) -> Map[str, Named]:
         """The chunks of a namespace by name."""
@@ -90,8 +92,9 @@ class NamedChunks:
         return found
 
     def chunks(self, space: str, *but: str) -> list[Chunk]:
-        """All chunks of a namespace but for those of some names."""
-        return [named.chunk for name, named in self.space(space).items() if name not in but]
+        """All chunks that hold pages of a namespace's share, but for those of some names."""
+        found = [named.chunk for name, named in self.space(space).items() if name not in but]
+        return [*found, *(chunk for own, chunk in self.pinned if own == space)]
 
     def require_room(self, state: EngineState, space: str, name: str, *, replaced: bool, coming: int = 0, num_pages: int = 0) -> None:
         """Refuse a chunk that could not get its name.
@@ -117,7 +120,8 @@ class NamedChunks:
         most, used = self.most_pages(state), count_pages(state, self.chunks(space, *([name] if replaced else [])))
         if used + num_pages > most:
             wanted = f"the chunk {name!r} needs {num_pages} pages of {state.config.page_size} tokens"
-            raise ChunkLimitError(f"{wanted}; chunks hold {used} of the {most} that they may hold: delete some")
+            saved = ", also those that are being saved," if any(own == space for own, _ in self.pinned) else ""
+            raise ChunkLimitError(f"{wanted}; chunks{saved} hold {used} of the {most} that they may hold: delete some")
 
     def most_pages(self, state: EngineState) -> int:
         """How many pages the chunks of a namespace may hold."""

@@ -1,7 +1,7 @@
 """The files of named chunks: where they are, and how they are written and read in a thread beside the engine's steps.
 
 A file's name is made of digests, so that clients choose no part of it. A mark in the same folder has the chunk's name, and says that the
-chunk was in memory too. An engine that is started again loads the chunks that have marks.
+chunk of this file is in memory too. An engine that is started again by the same server loads the chunks that have marks.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from nanovllm.entrypoints.server.file_thread import Between
 from nanovllm.entrypoints.server.held import Held
 from nanovllm.entrypoints.server.named_chunks import ChunkLimits
 from nanovllm.errors import ChunkFileError, ChunkLimitError, InvalidRequestError, UnknownChunkError
-from nanovllm.files import put, temporary
+from nanovllm.files import delete_abandoned, put, temporary
 from nanovllm.models.model import Model
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.device_errors import watched
@@ -42,9 +42,10 @@ def path_of(limits: ChunkLimits, space: str, name: str) -> Path:
 
 
 def mark(path: Path, name: str) -> None:
-    """Note that the chunk of a file is in memory. A mark that cannot be written is none."""
+    """Note that the chunk of a file is in memory, if the file is still there. A mark that cannot be written is none."""
     with suppress(OSError):
-        path.with_suffix(MARK).write_text(name)
+        if path.exists():
+            path.with_suffix(MARK).write_text(name)
 
 
 def unmark(limits: ChunkLimits, space: str, name: str) -> None:
@@ -63,6 +64,18 @@ def marked(limits: ChunkLimits, space: str) -> Iterator[str]:
             if path_of(limits, space, name).with_suffix(MARK) == path:
                 times[name] = time
     yield from sorted(times, key=times.__getitem__)
+
+
+def tidy(limits: ChunkLimits, *, again: bool) -> None:
+    """Delete what no engine needs when one is started: temporary files of engines that were killed, and, unless it is started `again`,
+    the marks of a server before this one. Servers that share a folder and keys share marks too.
+    """
+    for space, _ in limits.spaces if limits.folder is not None else ():
+        folder = path_of(limits, space, "").parent
+        delete_abandoned(folder)
+        for path in () if again else folder.glob(f"*{MARK}"):
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
 
 
 def write(between: Between, path: Path, name: str, chunk: Chunk, head: Head, device: torch.device, most: int) -> int:
@@ -132,4 +145,5 @@ def delete(path: Path, name: str) -> None:
         raise UnknownChunkError(f"there is no file of the chunk {name!r}") from None
     except OSError as error:
         raise ChunkFileError(f"the file of the chunk {name!r} could not be deleted: {error.strerror or error}") from error
-    path.with_suffix(MARK).unlink(missing_ok=True)
+    with suppress(OSError):
+        path.with_suffix(MARK).unlink(missing_ok=True)
