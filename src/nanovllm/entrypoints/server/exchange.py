@@ -5,7 +5,7 @@ import gc
 from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMapping
 from dataclasses import dataclass
 from itertools import islice
-from random import getrandbits
+from secrets import randbits
 from typing import Any
 
 import msgspec
@@ -205,8 +205,8 @@ class _Rest:
 
 
 def unique() -> str:
-    """An id that nothing else has. It is no secret: `uuid4` would ask the system, which takes ten times as long."""
-    return f"{getrandbits(128):032x}"
+    """An id that nothing else has. The random numbers of the process, which others may have seeded, are left alone."""
+    return f"{randbits(128):032x}"
 
 
 def _nothing() -> None:
