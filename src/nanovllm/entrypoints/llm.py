@@ -488,7 +488,7 @@ class LLM:
                             self._state = cancel(self._state, request_id)
                 except DonatedStateError:
                     return
-                if request_id in self._inbox:
+                if here and request_id in self._inbox:
                     self._inbox = self._inbox.delete(request_id)
                 self._dropped.popleft()
 

@@ -87,8 +87,7 @@ def first_start(
             measured(model, limits, None, cuts, KINDS[:-1])  # log-probabilities are looked up by tokens that no kernel has written
 
     sizes = limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len, limits.page_size
-    options = (*sizes, cascade, sized, cuts) if limits.kv_dtype is None else (*sizes, cascade, sized, cuts, limits.kv_dtype)
-    first = FirstStart(model.device, model.config, model.dtype, options)
+    first = FirstStart(model.device, model.config, model.dtype, (*sizes, cascade, sized, cuts, limits.kv_dtype))
     first.rehearse(start)
     return first
 
