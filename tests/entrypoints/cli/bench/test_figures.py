@@ -26,8 +26,8 @@ from nanovllm.entrypoints.cli.bench.roofline import (
     Ceiling,
     decode_bytes,
     decode_work,
+    held_bytes,
     limit_seconds,
-    matrix_bytes,
     measure_ceiling,
     num_weights,
     prompt_bytes,
@@ -40,6 +40,7 @@ from nanovllm.entrypoints.cli.bench.stopwatch import Engine, host_time
 from nanovllm.entrypoints.cli.bench.workloads import WORKLOADS, Measured, Spent, measure
 from nanovllm.entrypoints.display.tables import WORDS, aligned
 from nanovllm.loading.quantisation.rounding import Rounding, rounded_params
+from nanovllm.ops.kv_cache.fp8 import FP8
 from nanovllm.ops.linear.quantise import Kind
 from nanovllm.testing.models import random_model, save_hf_folder, tiny_config
 
@@ -80,11 +81,11 @@ def test_quantised_matrices_count_with_the_bytes_of_their_codes_and_scales() -> 
     ]
     for config, kind, head in cases:
         model = random_model_of("small", config, device="cpu", dtype="bfloat16")
-        plain = matrix_bytes(model.params, config)
+        plain = held_bytes(model.params, config, model.dtype)
         assert plain.dense + plain.experts + plain.head == weight_bytes(config, torch.bfloat16)
         assert step_bytes(config, torch.bfloat16, 3, 10, held=plain) == step_bytes(config, torch.bfloat16, 3, 10)
         params = rounded_params(model.params, Rounding(kind=kind, head=head))
-        held = matrix_bytes(params, config)
+        held = held_bytes(params, config, model.dtype)
         if config is whole and kind == "int8":  # a byte per code, and 4 per row: of q, k and v 12, of o 4, of gate and up 12, of down 4
             assert (held.dense, held.experts) == (LAYERS + 2 * 4 * (12 + 4 + 12 + 4), 0)
             assert held.head == (HEAD + 10 * 4 if head else 2 * HEAD)
@@ -98,6 +99,13 @@ def test_quantised_matrices_count_with_the_bytes_of_their_codes_and_scales() -> 
             assert weight_bytes(config, torch.bfloat16, 1, held) == held.dense + round(held.experts * share) + held.head
         work = decode_work([9], [3])
         assert decode_bytes(config, torch.bfloat16, work, held) < decode_bytes(config, torch.bfloat16, work) or kind == "int4"
+        eight = held_bytes(params, config, FP8)  # of a token and a head one byte per number, and a scale
+        assert (held.token, eight.token) == tuple(
+            2 * config.num_layers * config.num_kv_heads * (config.head_dim * size + more) for size, more in ((2, 0), (1, 4))
+        )
+        assert decode_bytes(config, torch.bfloat16, work, eight) == decode_bytes(config, torch.bfloat16, work, held) - work.kv_tokens * (
+            held.token - eight.token
+        )
         assert prompt_bytes(config, torch.bfloat16, prompt_work([9]), held) == weight_bytes(config, torch.bfloat16, 9, held)
 
 
@@ -419,8 +427,13 @@ def test_bench_rounds_weights_and_says_so(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert cli.main(["bench", *where, "--quantize-head", "--which", "b1", "--repeats", "1", "--output", str(file)]) == 0
     result, told = json.loads(file.read_text()), "int8 with a scale per row, rounded while loading, the head too"
     assert result["quantization"] == told and f"float32 and {told}," in capsys.readouterr().out
-    held = matrix_bytes(random_weights("small", device="cpu", quantization="int8", quantize_head=True).params, SHAPES["small"])
+    params = random_weights("small", device="cpu", quantization="int8", quantize_head=True).params
+    held = held_bytes(params, SHAPES["small"], torch.float32)
     assert result["workloads"][1]["step_bytes"] == held.dense + held.head  # a prompt reads each matrix once
+    assert cli.main(["bench", *where, "--kv-dtype", "fp8", "--which", "b1", "--repeats", "1", "--output", str(file)]) == 0
+    eight = json.loads(file.read_text())
+    assert (result["kv_dtype"], eight["kv_dtype"]) == (None, "fp8") and ", KV in fp8," in capsys.readouterr().out
+    assert eight["workloads"][0]["step_bytes"] < result["workloads"][0]["step_bytes"]
     assert cli.main(["profile", *where, "--steps", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["quantization"] == told.removesuffix(", the head too")
     for one in ("bench", "profile"):

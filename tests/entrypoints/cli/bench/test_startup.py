@@ -102,8 +102,8 @@ def test_the_second_start_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
 
-    def fake(model: nv.Model, folder: Path, tuning: Path | bool | None, how: Any, environment: Mapping[str, str]) -> start.Start:
-        assert tuning is None and not how and (folder / "config.json").is_file()
+    def fake(model: nv.Model, folder: Path, limits: Any, how: Any, environment: Mapping[str, str]) -> start.Start:
+        assert not limits and not how and (folder / "config.json").is_file()
         assert "PYTHONDONTWRITEBYTECODE" not in environment and Path(environment["PYTHONPYCACHEPREFIX"]).is_dir()
         folders.append(folder)
         return start.Start(imports_s=float(len(folders)), weights_s=0.0, engine_s=0.0, first_token_s=0.0)
@@ -144,36 +144,38 @@ def test_a_start_that_fails_is_left_out_with_what_it_said(
 @pytest.mark.parametrize("given", [None, False, True, Path("/no/such file.json")])
 def test_a_start_is_by_the_cuts_that_were_asked_for(given: Path | bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine of the fresh process is made with the same option."""
-    told = "class Told(Exception): pass\n\ndef tell(model, *, tuning): raise Told(repr(tuning))\n\nnv.init_state = tell\n"
+    told = "class Told(Exception): pass\n\ndef tell(model, **limits): raise Told(limits)\n\nnv.init_state = tell\n"
     monkeypatch.setattr(start, "PROGRAM", start.PROGRAM.replace("marks = [began", told + "marks = [began"))
     with pytest.raises(start.StartError) as error:
-        start.measure_start(nv.load_model("tiny", device="cpu"), "tiny", given)
-    assert str(error.value).endswith(f"Told: {(str(given) if isinstance(given, Path) else given)!r}")
+        start.measure_start(nv.load_model("tiny", device="cpu"), "tiny", {"tuning": given, "kv_dtype": "fp8"})
+    limits = {"tuning": str(given) if isinstance(given, Path) else given, "kv_dtype": "fp8"}
+    assert str(error.value).endswith(f"Told: {limits}")
 
 
 def test_the_option_reaches_the_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     seen = []
 
-    def fake(model: nv.Model, name: str, tuning: Path | bool | None, how: Mapping[str, Any], *, bare: bool) -> start.Start:
+    def fake(model: nv.Model, name: str, limits: Mapping[str, Any], how: Mapping[str, Any], *, bare: bool) -> start.Start:
         assert how == {"quantization": None, "quantize_head": False}
-        seen.append((tuning, bare))
+        seen.append((*limits.values(), bare))
         raise start.StartError("enough")
 
     monkeypatch.setattr(command, "measure_start", fake)
-    for more in ([], ["--tuning", "off"]):
+    for more in ([], ["--tuning", "off", "--kv-dtype", "fp8"]):
         assert cli.main(["bench", "--which", "start,bare", *WHERE, *more]) == 0
-    assert seen == [(None, False), (None, True), (False, False), (False, True)] and "enough" in capsys.readouterr().err
+    assert seen == [(None, None, False), (None, None, True), (False, "fp8", False), (False, "fp8", True)]
+    assert "enough" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["small", "tiny"])
 def test_the_new_process_rounds_weights_as_the_run_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random weights are written to a folder whole, and rounded again by the process that loads them."""
-    told = "class Told(Exception): pass\n\ndef tell(model, *, tuning): raise Told(model.quantization)\n\nnv.init_state = tell\n"
+    told = "class Told(Exception): pass\n\ndef tell(model, **_): raise Told(model.quantization)\n\nnv.init_state = tell\n"
     monkeypatch.setattr(start, "PROGRAM", start.PROGRAM.replace("marks = [began", told + "marks = [began"))
     how: dict[str, Any] = {"quantization": "int8", "quantize_head": True}
     model = nv.load_model("tiny", device="cpu", **how) if name == "tiny" else random_weights(name, device="cpu", **how)
     with pytest.raises(start.StartError) as error:
-        start.measure_start(model, name, None, how)
+        start.measure_start(model, name, {}, how)
     assert str(error.value).endswith("Told: int8 with a scale per row, rounded while loading, the head too")
 
 

@@ -15,6 +15,7 @@ from nanovllm.entrypoints.arguments import (
     DEVICE,
     DTYPE,
     TUNING,
+    add_kv_dtype,
     add_quantization,
     add_source,
     positive,
@@ -28,7 +29,7 @@ from nanovllm.entrypoints.cli.bench.journal import Journal
 from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES, random_weights, require_no_revision
 from nanovllm.entrypoints.cli.bench.peers import PEERS, find_peers
 from nanovllm.entrypoints.cli.bench.plot import draw
-from nanovllm.entrypoints.cli.bench.roofline import Ceiling, matrix_bytes, measure_ceiling
+from nanovllm.entrypoints.cli.bench.roofline import Ceiling, held_bytes, measure_ceiling
 from nanovllm.entrypoints.cli.bench.startup import StartError, measure_start, too_large
 from nanovllm.entrypoints.cli.bench.stopwatch import Engine, host_time
 from nanovllm.entrypoints.cli.bench.workloads import LONGEST, TIMED, WORKLOADS, Generate, Measured, measure
@@ -41,6 +42,7 @@ from nanovllm.loading.hub import resolve_folder
 from nanovllm.loading.load_model import load_model, read_config, resolve_device
 from nanovllm.loading.quantisation.rounding import require_rounding
 from nanovllm.models.model import Model
+from nanovllm.state.kv_cache import require_kv_dtype, stored_dtype
 
 DESCRIPTION = """\
 Measure the speed of a model on this machine with standard workloads, and show each figure next to the limit that the device's memory
@@ -55,6 +57,7 @@ PEER_MEMORY = 0.5  # fraction of the GPU's memory for our engine if another engi
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `nanovllm bench`."""
     add_model_arguments(parser)
+    add_kv_dtype(parser)
     parser.add_argument("--tuning", type=tuning, default=None, metavar="FILE", help=TUNING)
     which = f"workloads, separated by commas: {', '.join(WORKLOADS)} (default: all; on a CPU: {','.join(CPU_WORKLOADS)})"
     parser.add_argument("--which", default=None, help=which)
@@ -150,10 +153,12 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
     for line in report.left_out({"left_out": left_out}):
         note(line)
     model, name = find_model(options)
+    require_kv_dtype(model.config, options.kv_dtype, device)
     if model.foreign:
         raise InvalidRequestError(f"{name} runs through the transformers fallback: bench cannot compute its roofline; use a built-in model")
     settings = _settings(options, cuda)
     journal = Journal(model, " ".join(("nanovllm bench", *arguments)), options.commit, options.output)
+    journal.set({"kv_dtype": options.kv_dtype})
     if "start" in which:  # before our engine takes the device's memory: a second process starts an engine
         left_out += _start(model, _place(name, options.revision), options, journal)
     if "bare" in which:
@@ -161,7 +166,7 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
     if left_out:
         journal.set({"left_out": left_out})
     ceiling = measure_ceiling(device, model.dtype)
-    limits: dict[str, Any] = {"max_model_len": min(model.config.max_position_embeddings, MODEL_LEN), "tuning": options.tuning}
+    limits: dict[str, Any] = {"max_model_len": min(model.config.max_position_embeddings, MODEL_LEN), **_engine_options(options)}
     if "growth" in which:
         limits["max_model_len"] = max(limits["max_model_len"], scaling.model_len(settings, model.config))
     if peers and cuda:
@@ -169,10 +174,10 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
     start = time.perf_counter()
     engine = Engine(model, **limits)
     cuts = runtime_of(engine.state).cuts  # None: default tile configurations
-    tuned = {"tuning": None if cuts is None else Path(cuts.source).name}
-    journal.set({"init_s": round(time.perf_counter() - start, 2), "roofline": report.ceiling_json(ceiling)} | tuned)
+    made = {"tuning": None if cuts is None else Path(cuts.source).name, "num_pages": engine.state.config.num_pages}
+    journal.set({"init_s": round(time.perf_counter() - start, 2), "roofline": report.ceiling_json(ceiling)} | made)
     freeze()
-    rows, held = [], matrix_bytes(model.params, model.config)
+    rows, held = [], held_bytes(model.params, model.config, stored_dtype(engine.state.config, model.dtype))
     for one in _measured(engine.generate, engine.name, which, model, options.repeats, engine):
         rows.append(report.row(one, model.config, model.dtype, ceiling, held))
         journal.add({one.key: one.figure, "workloads": rows})
@@ -221,7 +226,7 @@ def _start(model: Model, place: str, options: argparse.Namespace, journal: Journ
     """Measure the start of a process. Returns the workload and the error in a list if that fails."""
     name = "bare" if bare else "start"
     try:
-        start = measure_start(model, place, options.tuning, rounding(options), bare=bare)
+        start = measure_start(model, place, _engine_options(options), rounding(options), bare=bare)
     except StartError as error:
         left = [{"workload": name, "why": str(error)}]
         note(*report.left_out({"left_out": left}))
@@ -229,6 +234,11 @@ def _start(model: Model, place: str, options: argparse.Namespace, journal: Journ
     journal.add({f"{'bare_' * bare}start_s": start.start_s, f"{'bare_' * bare}start": asdict(start)})
     journal.tell(f"{name}: {start.start_s:,} s")
     return []
+
+
+def _engine_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The options of `init_state` that every engine of a run has."""
+    return {"tuning": options.tuning, "kv_dtype": options.kv_dtype}
 
 
 def _grow(engine: Engine, ceiling: Ceiling, settings: scaling.Settings, journal: Journal) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from nanovllm.config import ModelConfig
-from nanovllm.entrypoints.cli.bench.roofline import Ceiling, MatrixBytes, decode_bytes, limit_seconds, prompt_bytes
+from nanovllm.entrypoints.cli.bench.roofline import Ceiling, HeldBytes, decode_bytes, limit_seconds, prompt_bytes
 from nanovllm.entrypoints.cli.bench.workloads import PROMPT, Measured
 from nanovllm.entrypoints.display.tables import Cells, aligned
 
@@ -18,12 +18,12 @@ HOST = (
 )
 
 
-def row(one: Measured, config: ModelConfig, dtype: torch.dtype, ceiling: Ceiling, held: MatrixBytes | None = None) -> dict[str, Any]:
+def row(one: Measured, config: ModelConfig, dtype: torch.dtype, ceiling: Ceiling, held: HeldBytes | None = None) -> dict[str, Any]:
     """A measured workload and its roofline, as a JSON object.
 
     `step_ms` is the mean time of a decode step, and `step_bytes` the bytes that it must read. For a time to the first token, they are
     the time and the bytes of the whole. `roofline_percent` is the least possible time divided by the measured time. `held` are the bytes of
-    the matrices; None if all are in `dtype`.
+    the matrices and the KV; None if all are in `dtype`.
     """
     limit = limit_seconds(config, dtype, one.work, ceiling, held)
     steps = one.steps or one.work.steps or 1
@@ -71,6 +71,7 @@ def markdown(result: Mapping[str, Any]) -> str:
 def about(result: Mapping[str, Any]) -> str:
     """Model, quantisation, device, commit and ceiling in one line."""
     how = f" and {result['quantization']}" if result.get("quantization") else ""
+    how += f", KV in {result['kv_dtype']}" if result.get("kv_dtype") else ""
     line = f"{result['model']}, {result['dtype']}{how}, {result['gpu'] or result['cpu']}, commit {result['commit']}"
     line += ", tuned" if result.get("tuning") else ""
     line += ", cut short" if result.get("unfinished") else ""

@@ -58,27 +58,30 @@ class Ceiling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MatrixBytes:
-    """Bytes of a model's matrices as they are in memory; a quantised matrix takes the bytes of its codes, scales and zeros.
+class HeldBytes:
+    """Bytes of a model's matrices and KV as they are in memory; a quantised matrix takes the bytes of its codes, scales and zeros.
 
     Attributes:
         dense: Matrices that every token is multiplied with, without the head.
         experts: Matrices of all experts.
         head: The output matrix, which may be the embedding table.
+        token: Keys and values of one token over all layers.
     """
 
     dense: int
     experts: int
     head: int
+    token: int
 
 
-def matrix_bytes(params: Params[Tensor], config: ModelConfig) -> MatrixBytes:
-    """The bytes of a model's matrices. Matrices of experts have three axes."""
+def held_bytes(params: Params[Tensor], config: ModelConfig, kv_dtype: torch.dtype) -> HeldBytes:
+    """The bytes of a model's matrices, and of its KV in the dtype of an engine's pools. Matrices of experts have three axes."""
     table = REGISTRY[config.architecture].param_table(config)
     infos, held = pytree.tree_leaves(table.layers), _leaves(params.layers)
     matrices = [own for info, own in zip(infos, held, strict=True) if isinstance(info, ParamInfo) and info.kind == "matrix"]
     dense, experts = (sum(own.nbytes for own in matrices if (len(own.shape) == 3) == yes) for yes in (False, True))
-    return MatrixBytes(dense=dense, experts=experts, head=(params.embed if params.head is None else params.head).nbytes)
+    head = (params.embed if params.head is None else params.head).nbytes
+    return HeldBytes(dense=dense, experts=experts, head=head, token=token_bytes(config, kv_dtype))
 
 
 def _leaves(tree: object) -> list[Any]:
@@ -121,29 +124,29 @@ def together(works: Sequence[Work]) -> Work:
 
 
 def step_bytes(
-    config: ModelConfig, dtype: torch.dtype, rows: int, context: "int | float", shared: int = 0, held: MatrixBytes | None = None
+    config: ModelConfig, dtype: torch.dtype, rows: int, context: "int | float", shared: int = 0, held: HeldBytes | None = None
 ) -> int:
     """Bytes that one decode step must read: all layer matrices, the head, and the KV of `rows` rows of `context` tokens each.
 
     `shared` of these tokens are the same for all rows. Norm weights, embedding rows and written bytes are not counted. `held` are the bytes
-    of the matrices; None if all are in `dtype`.
+    of the matrices and the KV; None if all are in `dtype`.
     """
-    return weight_bytes(config, dtype, rows, held) + round((shared + rows * (context - shared)) * token_bytes(config, dtype))
+    return weight_bytes(config, dtype, rows, held) + round((shared + rows * (context - shared)) * token_bytes(config, dtype, held))
 
 
-def decode_bytes(config: ModelConfig, dtype: torch.dtype, work: Work, held: MatrixBytes | None = None) -> int:
+def decode_bytes(config: ModelConfig, dtype: torch.dtype, work: Work, held: HeldBytes | None = None) -> int:
     """Bytes that the decode steps of a workload must read together. `held` is as in `step_bytes`."""
     rows = work.tokens / max(1, work.steps)
-    return work.steps * weight_bytes(config, dtype, rows, held) + work.kv_tokens * token_bytes(config, dtype)
+    return work.steps * weight_bytes(config, dtype, rows, held) + work.kv_tokens * token_bytes(config, dtype, held)
 
 
-def prompt_bytes(config: ModelConfig, dtype: torch.dtype, work: Work, held: MatrixBytes | None = None) -> int:
+def prompt_bytes(config: ModelConfig, dtype: torch.dtype, work: Work, held: HeldBytes | None = None) -> int:
     """Bytes that the prompts of a workload must read. `held` is as in `step_bytes`."""
     weights = weight_bytes(config, dtype, work.prompt_tokens, held) * (work.num_prompts > 0)
-    return weights + work.found_tokens * token_bytes(config, dtype)
+    return weights + work.found_tokens * token_bytes(config, dtype, held)
 
 
-def limit_seconds(config: ModelConfig, dtype: torch.dtype, work: Work, ceiling: Ceiling, held: MatrixBytes | None = None) -> float:
+def limit_seconds(config: ModelConfig, dtype: torch.dtype, work: Work, ceiling: Ceiling, held: HeldBytes | None = None) -> float:
     """The least time of a workload: for decode steps and for prompts, the longer of reading time and arithmetic time.
 
     `held` is as in `step_bytes`. Products are counted in `dtype`, because activations are not quantised.
@@ -173,16 +176,16 @@ def _read_experts(config: ModelConfig, tokens: "int | float") -> float:
     return 1 - (1 - share) ** max(1.0, tokens)
 
 
-def weight_bytes(config: ModelConfig, dtype: torch.dtype, tokens: "int | float" = math.inf, held: MatrixBytes | None = None) -> int:
+def weight_bytes(config: ModelConfig, dtype: torch.dtype, tokens: "int | float" = math.inf, held: HeldBytes | None = None) -> int:
     """Bytes of the layer matrices and the head that a step of `tokens` tokens reads. `held` is as in `step_bytes`."""
     if held is not None:
         return round(held.dense + held.experts * _read_experts(config, tokens)) + held.head
     return sum(num_weights(config, tokens)) * dtype.itemsize
 
 
-def token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of one token's KV over all layers."""
-    return bytes_per_page(config, page_size=1, dtype=dtype)
+def token_bytes(config: ModelConfig, dtype: torch.dtype, held: HeldBytes | None = None) -> int:
+    """Bytes of one token's KV over all layers. `held` is as in `step_bytes`."""
+    return held.token if held is not None else bytes_per_page(config, page_size=1, dtype=dtype)
 
 
 def measure_ceiling(device: torch.device, dtype: torch.dtype) -> Ceiling:

@@ -14,12 +14,12 @@ import numpy as np
 from nanovllm.config import EngineConfig, ModelConfig, RopeConfig
 from nanovllm.engine.requests import cancel
 from nanovllm.entrypoints.cli.bench.model_shapes import random_model
-from nanovllm.entrypoints.cli.bench.roofline import Ceiling, decode_work, limit_seconds, matrix_bytes, step_bytes
+from nanovllm.entrypoints.cli.bench.roofline import Ceiling, decode_work, held_bytes, limit_seconds, step_bytes
 from nanovllm.entrypoints.cli.bench.stopwatch import Engine, StepTimes, room_for, start_decoding, time_steps
 from nanovllm.entrypoints.cli.bench.workloads import random_tokens
 from nanovllm.models.model import Model
 from nanovllm.state.engine_state import EngineState
-from nanovllm.state.kv_cache import pages_for
+from nanovllm.state.kv_cache import pages_for, stored_dtype
 
 LEAST = ModelConfig(
     architecture="Qwen3ForCausalLM", vocab_size=64, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=1, num_kv_heads=1,
@@ -166,7 +166,7 @@ def host_point(num_pages: int, ended: int, settings: Settings) -> HostPoint:
 def _points(engine: Engine, ceiling: Ceiling, sizes: Sequence[tuple[int, int]], steps: int) -> Iterator[Point]:
     """Measure a point for each pair of rows and tokens of context. All of them must fit."""
     model, random = engine.model, Random(4)
-    config, dtype, held = model.config, model.dtype, matrix_bytes(model.params, model.config)
+    config, dtype, held = model.config, model.dtype, held_bytes(model.params, model.config, stored_dtype(engine.state.config, model.dtype))
     for rows, context in sizes:
         prompts = [random_tokens(random, _prompt_len(context, steps), config.vocab_size) for _ in range(rows)]
         engine.state, times = _decode_times(model, engine.state, prompts, steps)

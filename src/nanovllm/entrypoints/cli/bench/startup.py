@@ -33,16 +33,16 @@ from nanovllm.types import dtype_of
 TIMEOUT = 600.0  # seconds until the first token
 SPARE = 1 << 28  # bytes of disk that stay free
 CACHES = ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "TORCHINDUCTOR_CACHE_DIR")  # where kernels are kept
-UNROUNDED: Mapping[str, Any] = MappingProxyType({})
+NONE: Mapping[str, Any] = MappingProxyType({})
 # The monotonic clock is the same in both processes, so the first interval includes the start of Python.
 PROGRAM = """\
 import json, sys, time
-began, folder, device, dtype, tokenizer, tuning, rounding, prompt = json.loads(sys.argv[1])
+began, folder, device, dtype, tokenizer, limits, rounding, prompt = json.loads(sys.argv[1])
 import nanovllm as nv
 marks = [began, time.monotonic()]
 model = nv.load_model(folder, device, dtype, tokenizer=tokenizer, **rounding)
 marks.append(time.monotonic())
-state = nv.init_state(model, tuning=tuning)
+state = nv.init_state(model, **limits)
 marks.append(time.monotonic())
 nv.generate(model, state, prompt, nv.SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
 marks.append(time.monotonic())
@@ -77,7 +77,7 @@ class Start:
 
 
 def measure_start(
-    model: Model, name: str, tuning: Path | bool | None = None, rounding: Mapping[str, Any] = UNROUNDED, *, bare: bool = False
+    model: Model, name: str, limits: Mapping[str, Any] = NONE, rounding: Mapping[str, Any] = NONE, *, bare: bool = False
 ) -> Start:
     """Measure the start of a process for a model. The process runs twice, and the second run counts, because the first fills caches.
 
@@ -91,7 +91,7 @@ def measure_start(
     Args:
         model: The model.
         name: The name that it was loaded by, or a key of `SHAPES`.
-        tuning: The option of `init_state`.
+        limits: Options of `init_state`.
         rounding: The values of `arguments.rounding`, with which the new process loads the model.
         bare: Whether all caches are empty.
 
@@ -101,12 +101,12 @@ def measure_start(
     with ended_in_order(), _folder(model, name) as folder:
         if bare:
             with tempfile.TemporaryDirectory(prefix="nanovllm-bare-", ignore_cleanup_errors=True) as empty:
-                return _run(model, folder, tuning, rounding, os.environ | dict.fromkeys(CACHES, empty))
+                return _run(model, folder, limits, rounding, os.environ | dict.fromkeys(CACHES, empty))
         with tempfile.TemporaryDirectory(prefix="nanovllm-bytecode-") as bytecode:
             environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
             environment["PYTHONPYCACHEPREFIX"] = bytecode
-            _run(model, folder, tuning, rounding, environment)
-            return _run(model, folder, tuning, rounding, environment)
+            _run(model, folder, limits, rounding, environment)
+            return _run(model, folder, limits, rounding, environment)
 
 
 def too_large(name: str, config: ModelConfig) -> str | None:
@@ -135,11 +135,11 @@ def _folder(model: Model, name: str) -> Iterator[Path]:
         yield folder
 
 
-def _run(model: Model, folder: Path, tuning: Path | bool | None, rounding: Mapping[str, Any], environment: Mapping[str, str]) -> Start:
+def _run(model: Model, folder: Path, limits: Mapping[str, Any], rounding: Mapping[str, Any], environment: Mapping[str, str]) -> Start:
     prompt = random_tokens(Random(6), PROMPT, model.config.vocab_size)
     where = (str(folder), str(model.device), str(model.dtype).removeprefix("torch."))
-    given = (*where, model.tokenizer is not None, str(tuning) if isinstance(tuning, Path) else tuning, dict(rounding), prompt)
-    command = [sys.executable, "-c", PROGRAM, json.dumps((time.monotonic(), *given))]
+    given = (*where, model.tokenizer is not None, dict(limits), dict(rounding), prompt)
+    command = [sys.executable, "-c", PROGRAM, json.dumps((time.monotonic(), *given), default=str)]  # a path as text
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT, env=environment)
     except subprocess.TimeoutExpired as error:
