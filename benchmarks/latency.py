@@ -9,13 +9,15 @@ with a `t` behind it, a value of `max_prefill_tokens`. For each knob an engine o
 - `gap_ms`: from one token of a running reply to its next: median, 90th and 99th percentile, and the longest;
 - `first_token_ms`: from the arrival of a long prompt to its first token, the mean, and how many of these prompts ended;
 - `tokens_per_second`: tokens of prompts and of replies, and both together;
-- `max_prefill_tokens`: the bound that the engine found.
+- `max_prefill_tokens`: the bound that the engine found;
+- `longest_steps`: of the longest steps, the time, the prompt tokens that ran, and the tokens of context before them.
 """
 
 import argparse
 import json
 import math
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -31,7 +33,21 @@ from nanovllm.entrypoints.cli.bench.workloads import random_tokens
 from nanovllm.entrypoints.process import freeze
 
 LONG_REPLY = 16  # tokens
+LONGEST = 12  # steps that are reported one by one
 KNOBS = ("inf", "80", "50", "35", "20")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Step:
+    """The seconds of a step, the prompt tokens that it ran, and how many tokens of one of these prompts came before them."""
+
+    seconds: float
+    prompt_tokens: int
+    context: int
+
+    def as_json(self) -> dict[str, float]:
+        """A JSON object."""
+        return {"ms": round(1e3 * self.seconds, 2), "prompt_tokens": self.prompt_tokens, "context": self.context}
 
 
 @dataclass(slots=True)
@@ -47,6 +63,8 @@ class Load:
         since: When each long prompt arrived, by request id.
         gaps: Seconds between two tokens of replies that run all the time.
         firsts: Seconds to the first tokens of long prompts.
+        steps: All steps.
+        prompts: Random prompts by length, made ahead, because that takes as long as a step.
     """
 
     model: nv.Model
@@ -57,18 +75,33 @@ class Load:
     since: dict[int, float] = field(default_factory=dict)
     gaps: list[float] = field(default_factory=list)
     firsts: list[float] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    prompts: dict[int, deque[list[int]]] = field(default_factory=dict)
 
     def submit(self, num_prompt: int, max_tokens: int) -> int:
         """Queue a request for a random prompt. Returns its id."""
-        prompt = random_tokens(self.random, num_prompt, self.model.config.vocab_size)
+        made = self.prompts.get(num_prompt)
+        prompt = made.popleft() if made else self.random_prompt(num_prompt)
         params = nv.SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         self.state, request_id = nv.submit(self.model, self.state, prompt, params)
         return request_id
 
+    def random_prompt(self, num_tokens: int) -> list[int]:
+        """Random tokens."""
+        return random_tokens(self.random, num_tokens, self.model.config.vocab_size)
+
+    def make_ahead(self, seconds: float) -> None:
+        """Make the prompts that so many seconds can need."""
+        for length, count in ((self.options.long, int(seconds / self.options.every) + 2), (self.options.prompt, 2 * self.options.rows)):
+            self.prompts[length] = deque(self.random_prompt(length) for _ in range(count))
+
     def step(self) -> None:
         """Run a step, and put a new reply in the place of each that ended."""
+        before, start = self.state, time.perf_counter()
         self.state, outputs = nv.step(self.model, self.state)
         now = time.perf_counter()
+        context = max([s.num_filled for s in before.running if s.todo > 1], default=0)
+        self.steps.append(Step(now - start, self.state.stats.prefill_tokens - before.stats.prefill_tokens, context))
         for out in outputs:
             if out.request_id in self.since and out.token_ids:
                 self.firsts.append(now - self.since.pop(out.request_id))
@@ -112,6 +145,8 @@ def measure(model: nv.Model, knob: str, options: argparse.Namespace) -> dict[str
     load.run(min(2 * options.every, options.seconds))
     load.gaps.clear()
     load.firsts.clear()
+    load.steps.clear()
+    load.make_ahead(options.seconds)
     before = load.state.stats
     took = load.run(options.seconds)
     after, limits = load.state.stats, load.state.config
@@ -123,6 +158,7 @@ def measure(model: nv.Model, knob: str, options: argparse.Namespace) -> dict[str
         "tokens_per_second": {"prompts": round(prompts, 1), "replies": round(replies, 1), "all": round(prompts + replies, 1)},
         "max_prefill_tokens": limits.max_prefill_tokens,
         "context_doubling": limits.context_doubling,
+        "longest_steps": [one.as_json() for one in sorted(load.steps, reverse=True)[:LONGEST]],
     }
 
 

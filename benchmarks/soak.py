@@ -18,7 +18,7 @@ It is a violation, and the exit code is 1, if
    otherwise in another batch;
 2. the texts of a stream are not the text of its output;
 3. a step takes longer than `--max-step-ms` and the share of its prompt tokens, which is measured at the start;
-4. the memory of the host or of the device grows after the first fifth of the time;
+4. the memory of the host or of the device grows after the first quarter of the time, in which graphs of callers' functions are recorded;
 5. the memory of the host grows by more than 1 MiB per minute in the second half of the time (least squares), or by 4 MiB in that half if
    this is more, because a buffer that is first needed there is no leak; runs of less than two minutes are too short for this;
 6. nothing was preempted in a minute or more;
@@ -431,7 +431,7 @@ class Soak:
             seconds, tokens = steps.slowest
             wrong.append(f"{steps.num_slow} steps were too long; the longest, of {tokens} prompt tokens, took {1e3 * seconds:.1f} ms")
         grown = {}
-        early = max(1, int((self.memory.column("seconds") <= 12 * minutes).sum()))
+        early = max(1, int((self.memory.column("seconds") <= 15 * minutes).sum()))
         for name in self.memory.names[1:]:
             values = self.memory.column(name)
             grown[name] = int(values.max() - values[:early].max())

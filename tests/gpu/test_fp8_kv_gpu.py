@@ -230,11 +230,12 @@ def test_a_compiled_program_copies_no_kv() -> None:
         require_same(model, prompt, one, other.token_ids, LIMITS)
 
 
-def test_the_pool_has_19_tenths_of_the_tokens() -> None:
+def test_the_pool_has_19_tenths_of_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (8 << 30, 8 << 30))  # other processes of a test run take and free memory
     sizes = {"hidden_size": 256, "num_heads": 2, "num_kv_heads": 2, "head_dim": 128, "num_layers": 4, "max_position_embeddings": 1 << 20}
     model, pages = random_model(tiny_config(**sizes), 0, "bfloat16", device="cuda"), []
     for kv_dtype, width in ((None, 256), ("fp8", 132)):
-        state = nv.init_state(model, kv_dtype=kv_dtype, memory_fraction=0.2, max_num_seqs=64)
+        state = nv.init_state(model, kv_dtype=kv_dtype, memory_fraction=0.4, max_num_seqs=64)
         pages.append(state.config.num_pages)
         assert state.kv.pools[0].nbytes == (state.config.num_pages + 1) * 4 * 2 * 2 * 16 * width
         del state
