@@ -131,7 +131,7 @@ def test_shared_pages(rows: int, group: int, head_dim: int, dtype: torch.dtype, 
     for runs in (shared_runs(tables.numpy(), lens.numpy() // size, counts, lambda _, __: True), own_runs(counts)):
         from nanovllm.ops.attention import triton_cascade
 
-        plan = CascadePlan(CascadeWorkspace(rows, heads, head_dim, CUDA), rows, heads, kv_heads, size, CUDA)
+        plan = CascadePlan(CascadeWorkspace(rows, heads, head_dim, CUDA, fp8=True), rows, heads, kv_heads, size, CUDA)
         assert plan.update(runs)
         where = pages, tables.to(CUDA), lens.to(CUDA), 0.1
         got = triton_cascade.cascade_decode(q, *where, plan, *limits)

@@ -269,13 +269,17 @@ def test_filters(compiled: Compiled, dtype: torch.dtype) -> None:
     ("rows", "heads", "kv_heads", "head_dim", "dtype"),
     [(1, 16, 8, 128, BF16), (32, 6, 2, 80, BF16), (24, 16, 8, 256, BF16), (64, 16, 8, 64, torch.float16)],
 )
-def test_kernels_over_kv_in_fp8(compiled: Compiled, rows: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+def test_kernels_over_kv_in_fp8(
+    compiled: Compiled, rows: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every kernel that reads or writes KV. GPUs below 8.9 have no e4m3, and engines refuse the option on them."""
     if compiled.capability < 89:
         pytest.skip("no e4m3")
     from nanovllm.ops.attention import triton_cascade, triton_prompts, triton_rope_attend
     from nanovllm.ops.kv_cache import triton_kv
 
+    for module in (triton_cascade, triton_rope_attend):
+        monkeypatch.setattr(module, "on_gpu", lambda _: True)
     given = attention_problem([20 + row for row in range(rows)], heads, kv_heads, head_dim, 16, True, dtype)
     qkv, q_norm, k_norm, cos, sin, plain, _, tables, lens, slots, scale, eps = given
     pages = torch.zeros(*plain.shape[:-1], head_dim + 4, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -286,7 +290,7 @@ def test_kernels_over_kv_in_fp8(compiled: Compiled, rows: int, heads: int, kv_he
     for keep in (False, True):
         triton_rope_attend.write(*near, slots, eps, keep, compiled.pdl)
     q, cascade = torch.zeros(rows, heads, head_dim, dtype=dtype), CascadePlan(
-        CascadeWorkspace(rows, heads, head_dim, CPU), rows, heads, kv_heads, 16, CPU
+        CascadeWorkspace(rows, heads, head_dim, CPU, fp8=True), rows, heads, kv_heads, 16, CPU
     )  # fmt: skip
     assert cascade.update([Run(rows=np.arange(rows, dtype=np.int32), start=0, stop=1)])
     prompts = TilePlan(rows, rows, heads, kv_heads, CPU)

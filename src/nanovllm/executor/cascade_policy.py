@@ -180,7 +180,9 @@ class Cascades:
     def __init__(self, model: Model, limits: EngineConfig, policy: CascadePolicy):
         c = model.config
         self.policy, self._device = policy, model.device
-        self._workspace = CascadeWorkspace(max(limits.max_num_seqs, EXTENSION), c.num_heads, c.head_dim, model.device)
+        self._workspace = CascadeWorkspace(
+            max(limits.max_num_seqs, EXTENSION), c.num_heads, c.head_dim, model.device, fp8=limits.kv_dtype is not None
+        )
         self._shape = (c.num_heads, c.num_kv_heads, limits.page_size, model.device)
         self._prompts = PromptCascade()
 

@@ -189,6 +189,9 @@ def test_fields_lie_at_whole_16_bytes():
         (24, torch.float32, 200_000, (64, 4), (32, 3)),
         (256, torch.float32, 93_184, (16, 1), (16, 2)),
         (512, torch.bfloat16, 57_344, (16, 1), (16, 1)),
+        (128, torch.float8_e4m3fn, 200_000, (128, 3), (64, 3)),
+        (128, torch.float8_e4m3fn, 93_184, (128, 2), (64, 3)),
+        (256, torch.float8_e4m3fn, 93_184, (64, 2), (64, 2)),
     ],
 )
 def test_tiles_fit_into_shared_memory(head_dim, dtype, memory, shared, own):

@@ -165,26 +165,32 @@ def test_decoding_in_halves(dtype: torch.dtype, tiny: float) -> None:
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("limits", LIMITS)
+@pytest.mark.parametrize(("dtype", "tiny"), [(torch.float32, 1.0), (torch.bfloat16, 1.0), (torch.bfloat16, 1e-6), (torch.float16, 1e-3)])
 @pytest.mark.parametrize(("rows", "size", "group", "head_dim"), [(3, 16, 2, 16), (12, 4, 3, 24), (5, 3, 5, 128)])
-def test_shared_pages(rows: int, size: int, group: int, head_dim: int, limits: tuple[int, float]) -> None:
+def test_shared_pages(rows: int, size: int, group: int, head_dim: int, dtype: torch.dtype, tiny: float, limits: tuple[int, float]) -> None:
+    """Queries, keys and values may be so large or small that products or sums of them are beyond the range of float16."""
     from nanovllm.ops.attention import triton_cascade
 
     torch.manual_seed(rows)
     kv_heads, width = 2, 9
-    pages = fp8_pages(torch.randn(rows * width + 1, 2, kv_heads, size, head_dim))
+    plain = torch.randn(rows * width + 1, 2, kv_heads, size, head_dim)
+    plain[:, 0] /= tiny
+    plain[:, 1] *= tiny
+    pages = fp8_pages(plain)
     tables = torch.randperm(rows * width).view(rows, width).int()
     tables[:, :4] = tables[0, :4]  # shared
     lens = torch.randint(4 * size + 1, width * size + 1, (rows,), dtype=torch.int32)
     counts = -(-lens.numpy() // size)
-    q = torch.randn(rows, kv_heads * group, head_dim)
+    q = (torch.randn(rows, kv_heads * group, head_dim) * tiny).to(dtype)
     for runs in (shared_runs(tables.numpy(), lens.numpy() // size, counts, lambda _, __: True), own_runs(counts)):
-        plan = CascadePlan(CascadeWorkspace(rows, kv_heads * group, head_dim, CPU), rows, kv_heads * group, kv_heads, size, CPU)
+        plan = CascadePlan(CascadeWorkspace(rows, kv_heads * group, head_dim, CPU, fp8=True), rows, kv_heads * group, kv_heads, size, CPU)
         plan.workspace.out = torch.full((plan.workspace.num_parts, kv_heads * group, head_dim), torch.nan)
         plan.workspace.lse = torch.full((plan.workspace.num_parts, kv_heads * group), torch.nan)
         assert plan.update(runs)
         got = triton_cascade.cascade_decode(q, pages, tables, lens, 0.3, plan, *limits)
-        want = cascade_rows(q, pages, tables, lens, 0.3, runs, *limits)
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        want = cascade_rows(q.float(), pages, tables, lens, 0.3, runs, *limits)
+        close = 1e-5 if dtype == torch.float32 else 1e-2 if dtype == torch.bfloat16 else 2e-3
+        torch.testing.assert_close(got.float(), want, rtol=close, atol=close * tiny)
 
 
 @pytest.mark.interpret

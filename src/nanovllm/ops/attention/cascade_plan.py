@@ -10,10 +10,12 @@ import torch
 
 from nanovllm.ops.attention.plan_table import register
 from nanovllm.ops.backends import LARGEST, processors, shared_memory
+from nanovllm.ops.kv_cache.fp8 import FP8
 from nanovllm.types import Int32, Tensor
 
 MAX_PARTS = 16  # partial results per row that a workspace has room for, in addition to those from the ends of shares
 TILE = 64  # tokens; shared runs are divided at multiples of it
+FP8_TILE = 128  # tokens of a tile in FP8, which has half the bytes and the same latency
 LEAST_OWN = 512  # so many tokens at the end of a row do not delay the other rows
 FIELDS = 5  # fields of an item: row whose table has the pages, first page, end page, first member, number of members
 WIDE = 64  # queries of a shared run that one program takes: rows times query heads per key/value head
@@ -53,9 +55,9 @@ class Work:
     places: Int32[np.ndarray, "parts"]
 
 
-def programs(device: torch.device) -> int:
-    """Return the number of programs of the launch over shared pages: one per multiprocessor."""
-    return processors(device) if device.type == "cuda" else 64
+def programs(device: torch.device, fp8: bool = False) -> int:
+    """Return the number of programs of the launch over shared pages: one per multiprocessor, or two, whose tiles are smaller, in FP8."""
+    return (2 if fp8 else 1) * (processors(device) if device.type == "cuda" else 64)
 
 
 def tiles(head_dim: int, dtype: torch.dtype, memory: int) -> tuple[Tile, Tile]:
@@ -63,19 +65,24 @@ def tiles(head_dim: int, dtype: torch.dtype, memory: int) -> tuple[Tile, Tile]:
 
     Chosen on an H200 (docs/explanation/performance.md); where heads are long or memory is short, tiles are smaller and fewer are in flight.
     """
-    token = 2 * dtype.itemsize * max(16, 1 << (head_dim - 1).bit_length())  # bytes of its key and value
+    token, fp8 = 2 * dtype.itemsize * max(16, 1 << (head_dim - 1).bit_length()), dtype == FP8  # bytes of its key and value
     tokens, queries = TILE if token <= 512 else 16, WIDE * token // 2
-    shared = Tile(tokens=tokens, stages=max(1, min(4, (memory - queries) // (tokens * token))), warps=4)
-    tokens = min(tokens, 32)
+    tokens = FP8_TILE if fp8 and token <= 256 else tokens
+    shared = Tile(tokens=tokens, stages=max(1, min(3 if fp8 else 4, (memory - queries) // (tokens * token))), warps=4)
+    tokens = min(tokens, 64 if fp8 else 32)
     return shared, Tile(tokens=tokens, stages=max(1, min(3, memory // (tokens * token))), warps=2)
 
 
 class CascadeWorkspace:
-    """Memory for partial results, shared by all cascade plans of one stream, for batches of up to `max_rows` rows."""
+    """Memory for partial results, shared by all cascade plans of one stream, for batches of up to `max_rows` rows.
 
-    def __init__(self, max_rows: int, num_heads: int, head_dim: int, device: torch.device) -> None:
+    `fp8` says whether the KV is in FP8, which more programs read.
+    """
+
+    def __init__(self, max_rows: int, num_heads: int, head_dim: int, device: torch.device, *, fp8: bool = False) -> None:
+        self.programs = programs(device, fp8)
         # The end of a share may divide an item, of at most WIDE queries of a key/value head, in two.
-        self.num_parts = MAX_PARTS * max_rows + programs(device) * -(-WIDE // num_heads)
+        self.num_parts = MAX_PARTS * max_rows + self.programs * -(-WIDE // num_heads)
         on_gpu = device.type == "cuda"
         self.out = torch.empty(self.num_parts if on_gpu else 0, num_heads, head_dim, dtype=torch.float32, device=device)
         self.lse = torch.empty(self.num_parts if on_gpu else 0, num_heads, dtype=torch.float32, device=device)
@@ -94,7 +101,7 @@ class CascadePlan:
     ) -> None:
         self.workspace, self.batch_size, self.page_size, self.device = workspace, batch_size, page_size, device
         self.rows_per_item = max(1, WIDE // (num_heads // num_kv_heads))
-        self.shares = max(1, programs(device) // num_kv_heads)
+        self.shares = max(1, workspace.programs // num_kv_heads)
         self.max_items = 4 * (-(-self.shares // 4) + batch_size + 16)
         self.sizes = self._sizes()
         self.ints = torch.zeros(sum(self.sizes), dtype=torch.int32, device=device)

@@ -15,7 +15,20 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.ops.attention.cascade_plan import CascadePlan
 from nanovllm.ops.backends import dependent_launch
-from nanovllm.ops.kv_cache.triton_fp8 import SCALE_BYTES, mixed_with, scales_of, scores_of, slot_of_head
+from nanovllm.ops.kv_cache.fp8 import in_fp8
+from nanovllm.ops.kv_cache.triton_fp8 import (
+    SCALE_BYTES,
+    as_pairs,
+    mixed_with,
+    mixed_with_pairs,
+    narrow_queries,
+    on_gpu,
+    scales_of,
+    scores_of,
+    scores_of_pairs,
+    slot_of_head,
+    whole,
+)
 from nanovllm.ops.triton_parts import score_scales, soft_capped
 from nanovllm.types import Float, Float32, Int32, Tensor
 
@@ -26,7 +39,7 @@ PARTS = 32  # partial results times heads in one iteration of the merge
 @triton.jit
 def _read(
     q, kv, table, k, begin, stop, seen, scale, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr,
+    DP: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Attend with queries `[M, DP]` to tokens begin ... stop - 1 of a page table; return maximum scores, sums of weights, weighted sums.
 
@@ -34,39 +47,66 @@ def _read(
     tiles are whole pages, only page ids change between iterations, so few instructions compute addresses. That matters because there are
     few warps to hide them. Loads bypass L1 (".cg"), so they see writes of earlier kernels even before this kernel has waited (see `_own`).
     With WINDOWED, query m sees no token before `seen[m]`. With SOFTCAP, `scale` is the argument of `soft_capped`.
+
+    In FP8, the scales of a tile are loaded an iteration ahead, and so page ids two. Codes go to the tensor cores as pairs, unless the
+    queries are float32.
     """
     FP8: tl.constexpr = kv.dtype.element_ty == tl.float8e4nv
+    PAIRS: tl.constexpr = FP8 and q.dtype != tl.float32
+    EACH: tl.constexpr = 2 if PAIRS else 1  # channels of an element
+    NOTHING: tl.constexpr = 0 if PAIRS else 0.0
     VALUES: tl.constexpr = K * S * (D + SCALE_BYTES) if FP8 else K * S * D
     PAGE: tl.constexpr = 2 * VALUES
     WHOLE: tl.constexpr = N % S == 0
     factor = 1.0 if SOFTCAP > 0 else scale
-    d, n = tl.arange(0, DP), tl.arange(0, N)
-    inside = d < D
+    d, n = tl.arange(0, DP // EACH), tl.arange(0, N)
+    inside = d < D // EACH
     highest = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
-    mixed = tl.zeros([M, DP], tl.float32)
+    mixed = tl.zeros([M, DP // EACH], tl.float32)
+    odd = mixed
+    if PAIRS:
+        q_even, q_odd, q_factor = narrow_queries(q, M, DP)
+        elements = as_pairs(kv)
+    else:
+        elements = kv
     last = (stop + S - 1) // S
-    here = kv + slot_of_head(k, n % S, S, D, FP8)[:, None] + d[None, :]
+    here = elements + (slot_of_head(k, n % S, S, D, FP8) // EACH)[:, None] + d[None, :]
     # Page ids are loaded one iteration ahead, not by the pipeliner: it would spend a stage on them that keys and values need.
     place = begin // S + n // S
     page = tl.load(table + place, mask=place < last, other=0)
+    key_scales, value_scales, next_page = n, n, n
+    if FP8:
+        scales = scales_of(kv + page.to(tl.int64) * PAGE, k, (begin + n) % S, S, D)
+        key_scales = tl.load(scales, mask=begin + n < stop, other=0.0, cache_modifier=".cg")
+        value_scales = tl.load(scales + VALUES // 4, mask=begin + n < stop, other=0.0, cache_modifier=".cg")
+        place = (begin + N + n) // S
+        next_page = tl.load(table + place, mask=place < last, other=0)
     for at in tl.range(begin, stop, N, num_stages=STAGES):
         ok = at + n < stop
         if WHOLE:
-            base = here + (page.to(tl.int64) * PAGE)[:, None]
+            base = here + (page.to(tl.int64) * (PAGE // EACH))[:, None]
             place = (at + N) // S + n // S
         else:
-            base = kv + (page.to(tl.int64) * PAGE + slot_of_head(k, (at + n) % S, S, D, FP8))[:, None] + d[None, :]
+            slot = slot_of_head(k, (at + n) % S, S, D, FP8)
+            base = elements + ((page.to(tl.int64) * PAGE + slot) // EACH)[:, None] + d[None, :]
             place = (at + N + n) // S
-        key_scales, value_scales = n, n
         if FP8:
-            scales = scales_of(kv + page.to(tl.int64) * PAGE, k, (at + n) % S, S, D)
-            key_scales = tl.load(scales, mask=ok, other=0.0, cache_modifier=".cg")
-            value_scales = tl.load(scales + VALUES // 4, mask=ok, other=0.0, cache_modifier=".cg")
-        page = tl.load(table + place, mask=place < last, other=0)
-        keys = tl.load(base, mask=ok[:, None] & inside[None, :], other=0.0, cache_modifier=".cg")
-        values = tl.load(base + VALUES, mask=ok[:, None] & inside[None, :], other=0.0, cache_modifier=".cg")
-        scores = scores_of(q, keys, key_scales, FP8, PRECISION)
+            page = tl.maximum(next_page, 0)  # the pipeliner takes no loop that passes a value on as it is
+            more = at + N + n < stop
+            scales = scales_of(kv + page.to(tl.int64) * PAGE, k, (at + N + n) % S, S, D)
+            next_key_scales = tl.load(scales, mask=more, other=0.0, cache_modifier=".cg")
+            next_value_scales = tl.load(scales + VALUES // 4, mask=more, other=0.0, cache_modifier=".cg")
+            place = (at + 2 * N + n) // S
+            next_page = tl.load(table + place, mask=place < last, other=0)
+        else:
+            page = tl.load(table + place, mask=place < last, other=0)
+        keys = tl.load(base, mask=ok[:, None] & inside[None, :], other=NOTHING, cache_modifier=".cg")
+        values = tl.load(base + VALUES // EACH, mask=ok[:, None] & inside[None, :], other=NOTHING, cache_modifier=".cg")
+        if PAIRS:
+            scores = scores_of_pairs(q_even, q_odd, q_factor, keys, key_scales, ASM)
+        else:
+            scores = scores_of(q, keys, key_scales, FP8, PRECISION)
         if SOFTCAP > 0:
             scores = soft_capped(scores, scale, SOFTCAP)
         scores = tl.where(ok[None, :], scores, float("-inf"))
@@ -77,8 +117,15 @@ def _read(
         faded = tl.exp2(highest - safe)
         weights = tl.exp2(scores * factor - safe[:, None])
         total = total * faded + tl.sum(weights, 1)
-        mixed = mixed_with(mixed * faded[:, None], weights, values, value_scales, q.dtype, FP8, PRECISION)
+        if PAIRS:
+            mixed, odd = mixed_with_pairs(mixed * faded[:, None], odd * faded[:, None], weights, values, value_scales, ASM)
+        else:
+            mixed = mixed_with(mixed * faded[:, None], weights, values, value_scales, q.dtype, FP8, PRECISION)
+        if FP8:
+            key_scales, value_scales = next_key_scales, next_value_scales
         highest = now
+    if PAIRS:
+        mixed = whole(mixed, odd, M, DP)
     return highest, total, mixed
 
 
@@ -86,7 +133,7 @@ def _read(
 def _part(
     q, kv, tables, seq_lens, members, places, part, lse, k, row, begin, stop, first, count, q_stride, table_stride, scale, window,
     M: tl.constexpr, N: tl.constexpr, G: tl.constexpr, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Compute the partial results of at most M queries, G heads per member, which see the same tokens of the row's page table.
 
@@ -104,7 +151,7 @@ def _part(
         seen = tl.where(on, tl.load(seq_lens + query, mask=on, other=0) - window, stop)
         begin = tl.maximum(begin, tl.min(seen, 0) // S * S)
     highest, total, mixed = _read(queries, kv, tables + row * table_stride, k, begin, stop, seen, scale, M, N, K, S, D, DP, STAGES,
-                                  PRECISION, WINDOWED, SOFTCAP)  # fmt: skip
+                                  PRECISION, WINDOWED, SOFTCAP, ASM)  # fmt: skip
     some = total > 0
     mixed = mixed / tl.where(some, total, 1.0)[:, None]
     tl.store(part + to[:, None] * D + d[None, :], mixed, mask=both)
@@ -116,9 +163,13 @@ def _shared(
     q, kv, tables, seq_lens, bounds, items, members, places, part, lse, q_stride, table_stride, scale, window, WIDE: tl.constexpr,
     NARROW: tl.constexpr, N: tl.constexpr, G: tl.constexpr, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, FIELDS: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Program (share, key/value head) processes the items of its share one after another."""
+    """Program (share, key/value head) processes the items of its share one after another.
+
+    Many queries and many tokens of a tile in FP8 would not fit into registers together.
+    """
+    FEWER: tl.constexpr = N // 2 if kv.dtype.element_ty == tl.float8e4nv and N > WIDE else N
     share, k = tl.program_id(0) // K, tl.program_id(0) % K  # pyright: ignore[reportOperatorIssue]
     first_item, end = tl.load(bounds + share), tl.load(bounds + share + 1)
     if PDL:
@@ -131,17 +182,17 @@ def _shared(
         begin, stop = tl.load(item + 1) * S, tl.minimum(tl.load(item + 2) * S, tl.load(seq_lens + row))
         if count * G <= NARROW:
             _part(q, kv, tables, seq_lens, members, places, part, lse, k, row, begin, stop, first, count, q_stride, table_stride,
-                  scale, window, NARROW, N, G, K, S, D, DP, STAGES, PRECISION, WINDOWED, SOFTCAP)  # fmt: skip
+                  scale, window, NARROW, N, G, K, S, D, DP, STAGES, PRECISION, WINDOWED, SOFTCAP, ASM)  # fmt: skip
         else:
             _part(q, kv, tables, seq_lens, members, places, part, lse, k, row, begin, stop, first, count, q_stride, table_stride,
-                  scale, window, WIDE, N, G, K, S, D, DP, STAGES, PRECISION, WINDOWED, SOFTCAP)  # fmt: skip
+                  scale, window, WIDE, FEWER, G, K, S, D, DP, STAGES, PRECISION, WINDOWED, SOFTCAP, ASM)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["window"])
 def _own(
     q, kv, tables, seq_lens, begins, starts, part, lse, out, q_stride, table_stride, scale, window, M: tl.constexpr, N: tl.constexpr,
     G: tl.constexpr, GP: tl.constexpr, J: tl.constexpr, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Program (key/value head, row) attends to the row's tokens from page `begins[row]` on, then merges the row's partial results.
 
@@ -162,7 +213,7 @@ def _own(
         seen = tl.zeros([M], tl.int32) + (stop - window)
         begin = tl.maximum(begin, (stop - window) // S * S)
     highest, total, mixed = _read(queries, kv, tables + row * table_stride, k, begin, stop, seen, scale, M, N, K, S, D, DP, STAGES,
-                                  PRECISION, WINDOWED, SOFTCAP)  # fmt: skip
+                                  PRECISION, WINDOWED, SOFTCAP, ASM)  # fmt: skip
     # Only the first G of the M queries are real.
     real = tl.arange(0, M // GP)[:, None] == 0
     highest = tl.sum(tl.where(real, tl.reshape(highest, [M // GP, GP]), 0.0), 0)
@@ -228,7 +279,7 @@ def cascade_decode(
     if q.stride()[1:] != (head_dim, 1):
         q = q.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    padded = max(16, triton.next_power_of_2(head_dim))
+    padded = max(32 if in_fp8(kv) else 16, triton.next_power_of_2(head_dim))
     group = num_heads // num_kv_heads
     heads = triton.next_power_of_2(group)
     shared, own = plan.tiles(kv.dtype)
@@ -243,11 +294,11 @@ def cascade_decode(
         first[(plan.shares * num_kv_heads,)](
             q, kv, page_tables, seq_lens, bounds, items, members, places, part, lse, *strides, max(NARROW, WIDE, heads), NARROW,
             shared.tokens, group, num_kv_heads, page_size, head_dim, padded, shared.stages, precision, window > 0, cap, FIELDS,
-            pdl, num_warps=shared.warps, num_stages=1, **options,
+            pdl, on_gpu(q), num_warps=shared.warps, num_stages=1, **options,
         )  # fmt: skip
         last[(num_kv_heads, num_rows)](
             q, kv, page_tables, seq_lens, begins, starts, part, lse, out, *strides, max(NARROW, heads), own.tokens, group, heads,
-            max(1, PARTS // heads), num_kv_heads, page_size, head_dim, padded, own.stages, precision, window > 0, cap, pdl,
+            max(1, PARTS // heads), num_kv_heads, page_size, head_dim, padded, own.stages, precision, window > 0, cap, pdl, on_gpu(q),
             num_warps=own.warps, num_stages=1, **options,
         )  # fmt: skip
     return out

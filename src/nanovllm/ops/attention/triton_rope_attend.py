@@ -15,8 +15,22 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.ops.attention.fused_plan import FusedDecodePlan
-from nanovllm.ops.kv_cache.fp8 import head_dim_of
-from nanovllm.ops.kv_cache.triton_fp8 import SCALE_BYTES, mixed_with, quantised_heads, scales_of, scores_of, slot_of_head
+from nanovllm.ops.kv_cache.fp8 import head_dim_of, in_fp8
+from nanovllm.ops.kv_cache.triton_fp8 import (
+    SCALE_BYTES,
+    as_pairs,
+    mixed_with,
+    mixed_with_pairs,
+    narrow_queries,
+    on_gpu,
+    parted,
+    quantised_heads,
+    scales_of,
+    scores_of,
+    scores_of_pairs,
+    slot_of_head,
+    whole,
+)
 from nanovllm.ops.triton_parts import gained, score_scales, soft_capped
 from nanovllm.types import Float, Float32, Int32, Tensor
 
@@ -46,22 +60,28 @@ def _visible(t, seen, old, WINDOWED: tl.constexpr):
 
 @triton.jit
 def _tile(
-    kv, tables, t, seen, old, k, h, inside, page_stride, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr, WINDOWED: tl.constexpr,
+    kv, tables, t, seen, old, k, e, page_stride, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr, EACH: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Load keys and values `[T, DP]` of tokens t, and in FP8 their scales; tokens outside the mask of `_visible` give 0."""
+    """Load keys and values of tokens t, and in FP8 their scales; tokens outside the mask of `_visible` give 0.
+
+    Elements `e` of a head have EACH channels: with 2 they are pairs of codes.
+    """
     FP8: tl.constexpr = kv.dtype.element_ty == tl.float8e4nv
     VALUES: tl.constexpr = K * S * (D + SCALE_BYTES) if FP8 else K * S * D
+    NOTHING: tl.constexpr = 0 if EACH == 2 else 0.0
     ok = _visible(t, seen, old, WINDOWED)
     pages = tl.load(tables + t // S, mask=ok, other=0, cache_modifier=".cg").to(tl.int64)
-    at = kv + pages[:, None] * page_stride + slot_of_head(k, t % S, S, D, FP8)[:, None] + h[None, :]
-    both = ok[:, None] & inside[None, :]
+    elements = as_pairs(kv) if EACH == 2 else kv
+    at = elements + (pages[:, None] * page_stride + slot_of_head(k, t % S, S, D, FP8)[:, None]) // EACH + e[None, :]
+    both = ok[:, None] & (e < D // EACH)[None, :]
     key_scales, value_scales = t, t
     if FP8:
         scales = scales_of(kv + pages * page_stride, k, t % S, S, D)
         key_scales = tl.load(scales, mask=ok, other=0.0, cache_modifier=".cg")
         value_scales = tl.load(scales + VALUES // 4, mask=ok, other=0.0, cache_modifier=".cg")
-    keys = tl.load(at, mask=both, other=0.0, cache_modifier=".cg")
-    return keys, tl.load(at + VALUES, mask=both, other=0.0, cache_modifier=".cg"), key_scales, value_scales
+    keys = tl.load(at, mask=both, other=NOTHING, cache_modifier=".cg")
+    return keys, tl.load(at + VALUES // EACH, mask=both, other=NOTHING, cache_modifier=".cg"), key_scales, value_scales
 
 
 @triton.jit
@@ -112,16 +132,27 @@ def _scaled(scores, scale, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _absorb(
-    q, keys, values, key_scales, value_scales, ok, highest, total, mixed, scale, SOFTCAP: tl.constexpr, FP8: tl.constexpr
+    q, narrow, keys, values, key_scales, value_scales, ok, highest, total, mixed, odd, scale, SOFTCAP: tl.constexpr, FP8: tl.constexpr,
+    EACH: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile to the online softmax (Milakov & Gimelshein, 2018), in base 2."""
-    scores = _scaled(scores_of(q, keys, key_scales, FP8, "ieee"), scale, SOFTCAP)
+    """Add one tile to the online softmax (Milakov & Gimelshein, 2018), in base 2.
+
+    If keys and values are pairs of codes, `narrow` are the queries of `narrow_queries`, and `mixed` and `odd` the channels of the sums.
+    """
+    if EACH == 2:
+        products = scores_of_pairs(narrow[0], narrow[1], narrow[2], keys, key_scales, ASM)
+    else:
+        products = scores_of(q, keys, key_scales, FP8, "ieee")
+    scores = _scaled(products, scale, SOFTCAP)
     scores = tl.where(ok[None, :], scores, float("-inf"))
     now = tl.maximum(highest, tl.max(scores, 1))
     safe = tl.where(now == float("-inf"), 0.0, now)
     faded, weights = tl.exp2(highest - safe), tl.exp2(scores - safe[:, None])
-    mixed = mixed_with(mixed * faded[:, None], weights, values, value_scales, q.dtype, FP8, "ieee")
-    return now, total * faded + tl.sum(weights, 1), mixed
+    if EACH == 2:
+        mixed, odd = mixed_with_pairs(mixed * faded[:, None], odd * faded[:, None], weights, values, value_scales, ASM)
+    else:
+        mixed = mixed_with(mixed * faded[:, None], weights, values, value_scales, q.dtype, FP8, "ieee")
+    return now, total * faded + tl.sum(weights, 1), mixed, odd
 
 
 @triton.jit(do_not_specialize=["window"])
@@ -129,12 +160,13 @@ def _rope_attend(
     qkv, q_gain, k_gain, cos, sin, kv, tables, seq_lens, slots, part, stat, count, out, table_stride, page_stride, scale, eps, window,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr, T: tl.constexpr, SPLITS: tl.constexpr,
     M: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, PDL: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """Program (key head, split, row) processes tiles split, split + SPLITS, ... of T tokens for the query heads of the key head.
 
     The query heads are padded to M. With WINDOWED, tiles before the last `window` tokens are skipped. With SOFTCAP, scores are soft-capped.
     With STAGES, tiles go through shared memory, and STAGES of them are in flight. Without, the first tile is loaded into registers before
-    the wait.
+    the wait. In FP8, codes go to the tensor cores as pairs, unless `qkv` is float32.
     """
     if PDL:
         gdc_launch_dependents()
@@ -142,6 +174,9 @@ def _rope_attend(
     G: tl.constexpr = H // K
     FP8: tl.constexpr = kv.dtype.element_ty == tl.float8e4nv
     VALUES: tl.constexpr = K * S * (D + SCALE_BYTES) if FP8 else K * S * D
+    PAIRS: tl.constexpr = FP8 and qkv.dtype.element_ty != tl.float32
+    EACH: tl.constexpr = 2 if PAIRS else 1
+    NOTHING: tl.constexpr = 0 if PAIRS else 0.0
     last = tl.load(seq_lens + b, cache_modifier=".cg") - 1
     seen, skipped = last, 0
     if WINDOWED:
@@ -151,7 +186,7 @@ def _rope_attend(
     active = tl.minimum(tiles, SPLITS)
     if split < tiles:
         tables += b * table_stride
-        h, m, n = tl.arange(0, DP), tl.arange(0, M), tl.arange(0, T)
+        h, m, n, e = tl.arange(0, DP), tl.arange(0, M), tl.arange(0, T), tl.arange(0, DP // EACH)
         inside, used = h < D, m < G
         turned = tl.where(h < D // 2, h + D // 2, h - D // 2)
         slot = tl.load(slots + b, cache_modifier=".cg")
@@ -163,7 +198,7 @@ def _rope_attend(
         if STAGES:
             pages = tl.load(tables + t // S, mask=t < old, other=0, cache_modifier=".cg")
         else:
-            keys, values, key_scales, value_scales = _tile(kv, tables, t, seen, old, k, h, inside, page_stride, K, S, D, WINDOWED)
+            keys, values, key_scales, value_scales = _tile(kv, tables, t, seen, old, k, e, page_stride, K, S, D, EACH, WINDOWED)
         c, s = tl.load(cos + b * D + h, mask=inside, other=0.0), tl.load(sin + b * D + h, mask=inside, other=0.0)
         gains_q = (c, c)
         gains_k = (c, c)
@@ -205,29 +240,54 @@ def _rope_attend(
                 highest = _scaled(tl.sum(q.to(tl.float32) * own_row.to(tl.float32), 1), scale, SOFTCAP)
                 total += 1.0
                 mixed += own_value.to(tl.float32)[None, :]
+        narrow = (q, q, q)
+        odd = mixed
+        if PAIRS:
+            narrow = narrow_queries(q, M, DP)
+            mixed, odd = parted(mixed, M, DP)
         if STAGES:
-            # Page ids are loaded one iteration ahead, not by the pipeliner: it would spend a stage on them that keys and values need.
+            # Page ids are loaded one iteration ahead, not by the pipeliner: it would spend a stage on them that keys and values need. In
+            # FP8, the scales of a tile are loaded one iteration ahead, and so page ids two.
+            elements = as_pairs(kv) if PAIRS else kv
+            key_scales, value_scales, next_pages = t, t, t
+            if FP8:
+                ok = _visible(t, seen, old, WINDOWED)
+                scales = scales_of(kv + pages.to(tl.int64) * page_stride, k, t % S, S, D)
+                key_scales = tl.load(scales, mask=ok, other=0.0)
+                value_scales = tl.load(scales + VALUES // 4, mask=ok, other=0.0)
+                next_pages = tl.load(tables + (t + SPLITS * T) // S, mask=t + SPLITS * T < old, other=0)
             for at in tl.range((skipped + split) * T, old, SPLITS * T, num_stages=STAGES):
                 t = at + n
-                where = kv + pages.to(tl.int64)[:, None] * page_stride + slot_of_head(k, t % S, S, D, FP8)[:, None] + h[None, :]
+                slots_of = pages.to(tl.int64)[:, None] * page_stride + slot_of_head(k, t % S, S, D, FP8)[:, None]
+                where = elements + slots_of // EACH + e[None, :]
                 ok = _visible(t, seen, old, WINDOWED)
-                both = ok[:, None] & inside[None, :]
-                key_scales, value_scales = t, t
+                both = ok[:, None] & (e < D // EACH)[None, :]
+                after = t + SPLITS * T
                 if FP8:
-                    scales = scales_of(kv + pages.to(tl.int64) * page_stride, k, t % S, S, D)
-                    key_scales = tl.load(scales, mask=ok, other=0.0)
-                    value_scales = tl.load(scales + VALUES // 4, mask=ok, other=0.0)
-                pages = tl.load(tables + (t + SPLITS * T) // S, mask=t + SPLITS * T < old, other=0)
-                keys, values = tl.load(where, mask=both, other=0.0), tl.load(where + VALUES, mask=both, other=0.0)
-                highest, total, mixed = _absorb(q, keys, values, key_scales, value_scales, ok, highest, total, mixed, scale, SOFTCAP, FP8)
+                    pages = tl.maximum(next_pages, 0)  # the pipeliner takes no loop that passes a value on as it is
+                    more = _visible(after, seen, old, WINDOWED)
+                    scales = scales_of(kv + pages.to(tl.int64) * page_stride, k, after % S, S, D)
+                    next_ks = tl.load(scales, mask=more, other=0.0)
+                    next_vs = tl.load(scales + VALUES // 4, mask=more, other=0.0)
+                    next_pages = tl.load(tables + (after + SPLITS * T) // S, mask=after + SPLITS * T < old, other=0)
+                else:
+                    pages = tl.load(tables + after // S, mask=after < old, other=0)
+                keys, values = tl.load(where, mask=both, other=NOTHING), tl.load(where + VALUES // EACH, mask=both, other=NOTHING)
+                highest, total, mixed, odd = _absorb(q, narrow, keys, values, key_scales, value_scales, ok, highest, total, mixed, odd,
+                                                     scale, SOFTCAP, FP8, EACH, ASM)  # fmt: skip
+                if FP8:
+                    key_scales, value_scales = next_ks, next_vs
         else:
             for _ in range(split, tiles, SPLITS):
                 ok = _visible(t, seen, old, WINDOWED)
                 t += SPLITS * T
                 # Load the next tile before this tile is used.
-                next_keys, next_values, next_ks, next_vs = _tile(kv, tables, t, seen, old, k, h, inside, page_stride, K, S, D, WINDOWED)
-                highest, total, mixed = _absorb(q, keys, values, key_scales, value_scales, ok, highest, total, mixed, scale, SOFTCAP, FP8)
+                next_keys, next_values, next_ks, next_vs = _tile(kv, tables, t, seen, old, k, e, page_stride, K, S, D, EACH, WINDOWED)
+                highest, total, mixed, odd = _absorb(q, narrow, keys, values, key_scales, value_scales, ok, highest, total, mixed, odd,
+                                                     scale, SOFTCAP, FP8, EACH, ASM)  # fmt: skip
                 keys, values, key_scales, value_scales = next_keys, next_values, next_ks, next_vs
+        if PAIRS:
+            mixed = whole(mixed, odd, M, DP)
         _finish(highest, total, mixed, part, stat, count, out, b, k, split, active, h, m, H, K, D, SPLITS)
 
 
@@ -317,9 +377,9 @@ def launch(
         kernel[(num_kv_heads, plan.splits, rows)](
             qkv, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, cos, sin, kv, page_tables, seq_lens, slots,
             plan.parts, plan.stats, plan.counts, out, page_tables.stride(0), kv.stride(0), factor, eps, window, num_heads,
-            num_kv_heads, head_dim, max(16, triton.next_power_of_2(head_dim)), page_size, plan.tile, plan.splits,
+            num_kv_heads, head_dim, max(32 if in_fp8(kv) else 16, triton.next_power_of_2(head_dim)), page_size, plan.tile, plan.splits,
             max(16, triton.next_power_of_2(num_heads // num_kv_heads)), plan.stages, q_norm is not None, window > 0, cap, pdl,
-            **options,
+            on_gpu(qkv), **options,
         )  # fmt: skip
     return out
 

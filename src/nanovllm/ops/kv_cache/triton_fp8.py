@@ -1,16 +1,45 @@
 """Functions of Triton kernels over pages in FP8, whose layout `ops/kv_cache/fp8.py` describes.
 
+Kernels of decode steps read two codes at once, as one number of 16 bits. Such numbers come from shared memory in the layout of tensor
+cores, which single bytes do not. In registers they become two tensors of float16: the channels with an even number, and those with an odd
+one. A product with queries is then the sum of two products, and a sum of values is two sums.
+
 Import this module only if Triton is installed.
 """
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# (assembly kept as `tl.constexpr`, and functions that return several tensors)
 
 import triton
 import triton.language as tl
 
 from nanovllm.ops.kv_cache import fp8
+from nanovllm.types import Tensor
 
 SCALE_BYTES = tl.constexpr(fp8.SCALE_BYTES)
 LARGEST, PER_LARGEST = tl.constexpr(fp8.LARGEST), tl.constexpr(fp8.PER_LARGEST)
 LEAST, MOST = tl.constexpr(fp8.LEAST), tl.constexpr(fp8.MOST)
+# The exponent of e4m3 has 4 bits, and that of float16 has 5, with a bias larger by 8. So a code in the bits of float16 is the code / 256.
+PER_CODE = tl.constexpr(256.0)
+# A register has two pairs of codes. The sign of the lower code of a pair moves up by 8 bits, its exponent and mantissa by 7.
+LOWER_CODES = tl.constexpr("""{
+    .reg .b32 a, b;
+    shl.b32 a, $1, 8;
+    shl.b32 b, $1, 7;
+    and.b32 a, a, 0x80008000;
+    lop3.b32 $0, b, 0x3F803F80, a, 0xEA;
+}""")
+UPPER_CODES = tl.constexpr("""{
+    .reg .b32 a, b;
+    shr.b32 a, $1, 1;
+    and.b32 b, $1, 0x80008000;
+    lop3.b32 $0, a, 0x3F803F80, b, 0xEA;
+}""")
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Return whether kernels over a tensor may have PTX in them: `ASM` of `codes_of`."""
+    return x.is_cuda
 
 
 @triton.jit
@@ -52,3 +81,65 @@ def mixed_with(mixed, weights, values, value_scales, dtype: tl.constexpr, FP8: t
         return tl.dot(weights.to(values.dtype), values, mixed, input_precision=PRECISION)
     wide: tl.constexpr = tl.bfloat16 if dtype == tl.float16 else dtype  # pyright: ignore[reportAssignmentType]
     return tl.dot((weights * value_scales[None, :]).to(wide), values.to(wide), mixed, input_precision=PRECISION)
+
+
+@triton.jit
+def parted(x, M: tl.constexpr, D: tl.constexpr):
+    """Return the even and the odd channels of rows `[M, D]`."""
+    return tl.split(tl.reshape(x, [M, D // 2, 2]))
+
+
+@triton.jit
+def whole(even, odd, M: tl.constexpr, D: tl.constexpr):
+    """Return rows `[M, D]` from their even and odd channels."""
+    return tl.reshape(tl.join(even, odd), [M, D])
+
+
+@triton.jit
+def narrow_queries(q, M: tl.constexpr, D: tl.constexpr):
+    """Return the even and odd channels of queries in float16, divided by their largest magnitude, and the factor of their scores."""
+    wide = q.to(tl.float32)
+    top = tl.maximum(tl.max(tl.abs(wide), 1), LEAST)
+    even, odd = parted((wide / top[:, None]).to(tl.float16), M, D)
+    return even, odd, top * PER_CODE
+
+
+@triton.jit
+def as_pairs(pages):
+    """Return a pointer to codes as a pointer to pairs of codes."""
+    return pages.to(tl.pointer_type(tl.uint16), bitcast=True)
+
+
+@triton.jit
+def codes_of(pairs, ASM: tl.constexpr):
+    """Return the lower and the upper codes of pairs, divided by `PER_CODE`, in float16. It has all of them exactly.
+
+    `ASM` selects PTX; without it the same numbers are computed by plain operations, which Triton's interpreter can run.
+    """
+    if ASM:
+        lower = tl.inline_asm_elementwise(LOWER_CODES, "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2)
+        upper = tl.inline_asm_elementwise(UPPER_CODES, "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2)
+    else:
+        lower = (((pairs & 0x80) << 8) | ((pairs & 0x7F) << 7)).to(tl.uint16).to(tl.float16, bitcast=True)
+        upper = ((pairs & 0x8000) | ((pairs & 0x7F00) >> 1)).to(tl.uint16).to(tl.float16, bitcast=True)
+    return lower, upper
+
+
+@triton.jit
+def scores_of_pairs(even, odd, factor, keys, key_scales, ASM: tl.constexpr):
+    """Return the products of queries, as `narrow_queries` returns them, and keys, which are pairs of codes."""
+    lower, upper = codes_of(keys, ASM)
+    return tl.dot(odd, tl.trans(upper), tl.dot(even, tl.trans(lower))) * key_scales[None, :] * factor[:, None]
+
+
+@triton.jit
+def mixed_with_pairs(even, odd, weights, values, value_scales, ASM: tl.constexpr):
+    """Return the even and odd channels of a sum plus the values, which are pairs of codes, by their weights.
+
+    The weights times the scales are in float16 relative to the tile's largest scale, so that their range does not matter.
+    """
+    top = tl.maximum(tl.max(value_scales, 0), LEAST)
+    narrow = (weights * (value_scales / top)[None, :]).to(tl.float16)
+    lower, upper = codes_of(values, ASM)
+    factor = top * PER_CODE
+    return even + tl.dot(narrow, lower) * factor, odd + tl.dot(narrow, upper) * factor
