@@ -33,7 +33,7 @@ REFUSED = frozenset(
     {
         "suffix", "use_beam_search", "audio", "modalities", "web_search_options", "functions", "function_call", "allowed_token_ids",
         "prompt_logprobs", "lora_path", "chat_template", "logprob_token_ids", "prompt_embeds", "echo", "documents",
-        "thinking_token_budget", "reasoning_budget", "return_tokens_as_token_ids",
+        "thinking_token_budget", "reasoning_budget", "return_tokens_as_token_ids", "best_of",
     }
 )  # fmt: skip
 BITS = 256  # of integers, which messages may name
@@ -105,7 +105,7 @@ def read(values: dict[str, Any], kind: type[T]) -> T:
         if name in known or name in IGNORED or name in CONSTRAINTS:
             continue
         if name in REFUSED:
-            if value in NOTHING:
+            if value in NOTHING or (name == "best_of" and value == 1):
                 continue
             raise unsupported(name)
         close = closest(name, known)

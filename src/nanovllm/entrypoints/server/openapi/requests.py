@@ -86,7 +86,7 @@ NOTES: Mapping[str, str] = MappingProxyType(
         "max_output_tokens": "The most tokens of the reply; by default what is left of the context.",
         "prompt": "A text, several texts, token ids, or several lists of token ids.",
         "echo": "Whether the text begins with the prompt. `max_tokens` may then be 0.",
-        "best_of": "Only the value of `n` is supported.",
+        "best_of": "How many replies to each prompt run, in [`n`, 128]: the `n` whose tokens are the most probable are returned.",
         "messages": "The conversation. Its last message is not the assistant's, unless `continue_final_message` is set.",
         "tools": "The functions that the reply may call.",
         "tool_choice": '`"none"`, `"auto"`, `"required"`, a function, or the functions that may be called.',
