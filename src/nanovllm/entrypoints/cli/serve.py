@@ -52,6 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--stream-interval", type=positive, default=1, metavar="N", help=interval)
     shut = "how long running requests may go on after SIGTERM (default: 30)"
     group.add_argument("--shutdown-seconds", type=float, default=30.0, metavar="X", help=shut)
+    late = "how long a request may take, queue and stream included; it then ends with status 504 or an error event (default: any time)"
+    group.add_argument("--request-timeout", type=float, metavar="X", help=late)
     group.add_argument("--access-log", action="store_true", help="print a line on stderr for each request")
     group.add_argument("--metrics-names", choices=("nanovllm", "vllm"), default="nanovllm", help="the names of the metrics at /metrics")
     group.add_argument("--chunk-dir", type=Path, metavar="DIR", help="a folder for the files of chunks that clients save")
@@ -86,6 +88,7 @@ def run(options: argparse.Namespace) -> int:
         access_log=options.access_log,
         certificate=certificate(options.ssl_certfile, options.ssl_keyfile),
         shutdown_seconds=options.shutdown_seconds,
+        request_seconds=options.request_timeout,
         max_waiting=options.max_waiting,
         max_waiting_tokens=options.max_waiting_tokens,
         stream_interval=options.stream_interval,

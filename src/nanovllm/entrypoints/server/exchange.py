@@ -44,14 +44,16 @@ class Exchange:
         namespace: Whose KV the request may share: 0 if there are no keys, else the place of its key, from 1.
         headers: Headers that every answer gets.
         status: The status of the answer; 0 before its beginning.
+        deadline: What ends the function that answers, if its time is bounded.
     """
 
-    __slots__ = ("_held", "_limits", "_receive", "_send", "headers", "id", "namespace", "scope", "status")
+    __slots__ = ("_held", "_limits", "_receive", "_send", "deadline", "headers", "id", "namespace", "scope", "status")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits, held: Held) -> None:
         self.scope, self._receive, self._send, self._limits, self._held = scope, receive, send, limits, held
         self.namespace = self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
+        self.deadline: asyncio.Timeout | None = None
         given = self.header(b"x-request-id")
         valid = given is not None and 0 < len(given) <= MOST_ID and given.isascii() and given.decode("ascii").isprintable()
         self.id = given.decode("ascii") if given is not None and valid else unique()
@@ -64,6 +66,15 @@ class Exchange:
     def started(self) -> bool:
         """Whether the answer has begun."""
         return self.status != 0
+
+    def take_deadline(self) -> float | None:
+        """When the answer must be complete, in the event loop's time; None: at any time. From now on the caller sees to it."""
+        deadline, self.deadline = self.deadline, None
+        if deadline is None or deadline.expired():
+            return None
+        when = deadline.when()
+        deadline.reschedule(None)
+        return when
 
     async def body(self) -> bytes:
         """The whole body.
@@ -112,7 +123,8 @@ class Exchange:
         return json_object(await self.body())
 
     async def respond(self, status: int, body: bytes, *, kind: bytes = JSON, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
-        """Send the whole answer."""
+        """Send the whole answer. It is complete, so no deadline cuts it off while the client reads."""
+        self.take_deadline()
         self.status = status
         head = [(b"content-type", kind), (b"content-length", b"%d" % len(body)), (b"x-request-id", self.id.encode())]
         head += [*self.headers, *headers]

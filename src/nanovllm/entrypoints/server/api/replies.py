@@ -10,7 +10,7 @@ import msgspec
 
 from nanovllm.entrypoints.server.app import Server
 from nanovllm.entrypoints.server.engine_client import error_of
-from nanovllm.entrypoints.server.errors import ApiError, api_error
+from nanovllm.entrypoints.server.errors import ApiError, api_error, too_late
 from nanovllm.entrypoints.server.exchange import ClientGoneError, EventStream, Exchange
 from nanovllm.entrypoints.server.row_logprobs import RowLogprobs
 from nanovllm.entrypoints.server.wire import Ended, Keep, Scored
@@ -296,10 +296,14 @@ class StreamedReply:
         engine = self._server.engine
         more: Any = {"priority": priority, "space": space, "keep": keep, "namespace": self._exchange.namespace}
         self._ids = engine.submit(prompts, params, [*self.rows], streamed=True, **more)
+        when, loop = self._exchange.take_deadline(), asyncio.get_running_loop()
+        timer = None if when is None else loop.call_at(when, self._late)
         try:
             await self.started
             await self._exchange.disconnected()
         finally:
+            if timer is not None:
+                timer.cancel()
             engine.cancel(self._ids)
             if self._events is not None:
                 self._events.forget()
@@ -356,6 +360,11 @@ class StreamedReply:
             self._cut = error
             return
         self._events.end(self._failed(error))
+
+    def _late(self) -> None:
+        """End what still runs, because the request has taken as long as it may. What has ended may still be read."""
+        if any(row.ended is None for row in self.rows):
+            self.cut_off(too_late(self._server.settings.request_seconds))
 
     def _resumed(self) -> None:
         if self._cut is not None:
