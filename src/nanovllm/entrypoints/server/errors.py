@@ -10,6 +10,7 @@ from nanovllm.errors import (
     ChunkExistsError,
     ChunkFileError,
     ChunkLimitError,
+    ChunkMismatchError,
     EngineClosedError,
     EngineDeadError,
     InvalidRequestError,
@@ -85,6 +86,8 @@ def api_error(error: NanoVLLMError, param: str | None = None) -> ApiError:
             return ApiError(409, message, param=param, code="chunk_exists", headers=(("x-should-retry", "false"),))
         case ChunkLimitError():
             return ApiError(400, message, param=param, code="chunk_limit")
+        case ChunkMismatchError():
+            return ApiError(409, message, param=param, code="chunk_mismatch", headers=(("x-should-retry", "false"),))
         case ChunkFileError():
             return ApiError(500, message, type="server_error", code="chunk_file", headers=(("x-should-retry", "false"),))
         case InvalidParamError():
