@@ -142,7 +142,7 @@ class ChatFrames:
         parser, events = self._parsers[row.index].push(text)
         after = self._counted(ended.num_tokens)
         frames = self._frames(row, [*events, *parser.end()], after, ended)
-        after, logprobs = self._reuse.event(ended) + after, "null" if row.logprobs is None else self._listed(row, ended)
+        after, logprobs = self._reuse.event(row.index, ended) + after, "null" if row.logprobs is None else self._listed(row, ended)
         return (frames + self._frame(row.index, "", quoted(self._reason(row.index, ended)), after, row.told_ids(), logprobs)).encode()
 
     def tail(self, rows: list[StreamedRow]) -> bytes:

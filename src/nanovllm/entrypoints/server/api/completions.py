@@ -168,7 +168,7 @@ class CompletionFrames:
         """The end of one row."""
         logprobs = "null" if row.logprobs is None else self._listed(row.logprobs.take_all())
         choice = _choice(row.index, text, quoted(ended.finish_reason), row.told_ids(), logprobs)
-        return f"{self._before}{choice}]{self._reuse.event(ended)}{self._end(row.index, ended.num_tokens)}".encode()
+        return f"{self._before}{choice}]{self._reuse.event(row.index, ended)}{self._end(row.index, ended.num_tokens)}".encode()
 
     def tail(self, rows: list[StreamedRow]) -> bytes:
         """The usage, if it was asked for."""
