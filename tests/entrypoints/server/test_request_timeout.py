@@ -30,7 +30,7 @@ def slowly(logits: Tensor) -> Tensor:
 
 @pytest.fixture(scope="module")
 def slow() -> Iterator[Live]:
-    settings = Settings(shutdown_seconds=1.0, request_seconds=SECONDS)
+    settings = Settings(shutdown_seconds=1.0, request_timeout=SECONDS)
     with Live(settings=settings, max_num_seqs=1, limits={"process_logits": as_processor(slowly)}) as server:
         yield server
 
@@ -112,7 +112,7 @@ def test_a_reply_that_has_ended_may_be_read_later(live: Live) -> None:
     name = "long" * 1000
     body = json.dumps({**LONG, "model": name, "prompt": ["x"] * 6, "max_tokens": 100, "stream": True}).encode()
     head = HEAD.format(size=len(body)).encode()
-    with Live(live.model, Settings(model_name=name, request_seconds=1.5)) as server, socket.socket() as sock:
+    with Live(live.model, Settings(model_name=name, request_timeout=1.5)) as server, socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.settimeout(LIMIT)
         sock.connect(("127.0.0.1", server.port))
@@ -130,5 +130,5 @@ def test_a_reply_that_has_ended_may_be_read_later(live: Live) -> None:
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
 def test_the_bound_is_checked(seconds: float) -> None:
-    with pytest.raises(nv.InvalidRequestError, match="request_seconds"):
-        Settings(request_seconds=seconds)
+    with pytest.raises(nv.InvalidRequestError, match="request_timeout"):
+        Settings(request_timeout=seconds)

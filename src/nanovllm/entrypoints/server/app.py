@@ -116,7 +116,7 @@ class App:
 
     async def _within_time(self, exchange: Exchange, receive: Receive, send: Send) -> None:
         """Answer a request, or end it when it has taken as long as it may."""
-        seconds = self.server.settings.request_seconds
+        seconds = self.server.settings.request_timeout
         async with asyncio.timeout(seconds) as deadline:
             exchange.deadline = deadline
             try:

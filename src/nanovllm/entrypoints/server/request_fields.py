@@ -25,7 +25,7 @@ IGNORED = frozenset(
         "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",
         "safety_identifier", "verbosity", "prediction", "moderation", "request_id", "session_id", "cache_salt", "return_progress",
         "timings_per_token", "cache_prompt", "id_slot", "kv_transfer_params", "spaces_between_special_tokens", "add_special_tokens",
-        "guided_decoding_backend", "guided_whitespace_pattern",
+        "guided_decoding_backend", "guided_whitespace_pattern", "max_tool_calls",
     }
 )  # fmt: skip
 # Fields that would change the reply and that this server does not have. A value that asks for nothing is let through.

@@ -10,7 +10,16 @@ import numpy as np
 
 from nanovllm.entrypoints.server.api.chat_parts import call_id, num_tokens, prompt_ids, reply_parser
 from nanovllm.entrypoints.server.api.chunk_reuse import Reuse, reuse_of
-from nanovllm.entrypoints.server.api.completions import asks_usage, keeps_stop, num_choices, places_of, seeded, summed, text_of
+from nanovllm.entrypoints.server.api.completions import (
+    asks_usage,
+    keeps_stop,
+    num_choices,
+    places_of,
+    require_rows,
+    seeded,
+    summed,
+    text_of,
+)
 from nanovllm.entrypoints.server.api.logprobs import TokenForms, listed, num_top, require_listable, stop_ids
 from nanovllm.entrypoints.server.api.prompts import INT32, kept_tokens, room, usage
 from nanovllm.entrypoints.server.api.replies import StreamedReply, StreamedRow, whole, with_stops
@@ -53,6 +62,7 @@ async def chat_completions(server: Server, exchange: Exchange) -> None:
     if top and not asked.logprobs:
         raise ApiError(400, "top_logprobs is only allowed with logprobs: true", param="top_logprobs")
     model, n = own_model(server, asked.model), num_choices(asked.n)
+    require_rows(server, n, "n")
     try:
         form, prompt = form_of(body), chat_prompt(body)
     except InvalidRequestError as error:

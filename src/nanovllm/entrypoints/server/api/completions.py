@@ -57,6 +57,7 @@ async def completions(server: Server, exchange: Exchange) -> None:
     count = num_candidates(asked.best_of, n, stream=bool(asked.stream))
     named = await _prompts(server, asked, count, "n" if count == n else "best_of")
     prompts = [ids for _, ids in named]
+    require_rows(server, len(prompts) * count, ("n" if count == n else "best_of") if len(prompts) == 1 else "prompt")
     reuse = await reuse_of(server, exchange, asked, len(prompts) * count)
     lengths = [reuse.num_tokens + len(ids) // INT32.itemsize for ids in prompts]
     most = DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens
@@ -248,6 +249,17 @@ def num_choices(n: int | None) -> int:
     if not 1 <= count <= MOST_CHOICES:
         raise ApiError(400, f"n={count}: must be in [1, {MOST_CHOICES}]", param="n")
     return count
+
+
+def require_rows(server: Server, count: int, param: str) -> None:
+    """Refuse more replies than may wait at the same time: they would be refused however often the client came again.
+
+    Raises:
+        ApiError: There are more. It names the field `param`.
+    """
+    most = server.settings.max_waiting
+    if most is not None and count > most:
+        raise ApiError(400, f"{param}: {count} replies of one request are more than the {most} that may wait (--max-waiting)", param=param)
 
 
 def seeded(options: dict[str, Any], choice: int) -> dict[str, Any]:

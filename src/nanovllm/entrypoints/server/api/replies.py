@@ -365,7 +365,7 @@ class StreamedReply:
     def _late(self) -> None:
         """End what still runs, because the request has taken as long as it may. What has ended may still be read."""
         if any(row.ended is None for row in self.rows):
-            self.cut_off(too_late(self._server.settings.request_seconds))
+            self.cut_off(too_late(self._server.settings.request_timeout))
 
     def _resumed(self) -> None:
         if self._cut is not None:
