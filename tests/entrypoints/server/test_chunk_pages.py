@@ -110,6 +110,18 @@ def test_compositions_give_way_to_prompts_and_replies(served: Live) -> None:
     assert answer["usage"]["completion_tokens"] == 15 * SIZE and not served.engine.named.composed
 
 
+def test_compositions_give_way_to_one_another(served: Live) -> None:
+    hold(served, 8)
+    hold(served, 7, "other", 8)
+    for names in (["held", "other"], ["other", "held"]):  # each takes the pages of its second chunk again, of 17
+        answer = served.post("/v1/completions", {"prompt": "x", "chunks": names * 2, "max_tokens": 2})
+        assert answer.status == 503  # 30 pages, of which one chunk has 8
+        answer = served.post("/v1/completions", {"prompt": "x", "chunks": names, "max_tokens": 2})
+        assert answer.status == 200 and answer.json()["nanovllm"]["chunks"] == names
+    served.wait_until_idle()
+    nv.check(served.engine.state)
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_reply_that_chunks_cut_short_says_so(served: Live, path: str, stream: bool) -> None:

@@ -78,13 +78,6 @@ def _beside(state: EngineState, held: np.ndarray, parts: Seq[Any], *, whole: boo
     return pages_for(len(tokens), state.config.page_size) - int(held[found].sum())
 
 
-def without_compositions(state: EngineState, named: NamedChunks) -> tuple[EngineState, NamedChunks]:
-    """Release all compositions. Requests that begin with one keep its pages."""
-    for entry in named.composed:
-        state = release(state, entry.chunk)
-    return state, replace(named, composed=())
-
-
 def explained(state: EngineState, error: NanoVLLMError) -> NanoVLLMError:
     """An error of the engine in words for clients of a server, who have no pages to release but chunks to delete."""
     if not isinstance(error, OutOfPagesError) or error.__cause__ is not None or DELETE in str(error):

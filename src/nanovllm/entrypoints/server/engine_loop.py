@@ -24,11 +24,11 @@ from nanovllm.engine.requests import cancel, capacity, submit_many
 from nanovllm.engine.step import step
 from nanovllm.entrypoints.server import engine_calls, saved_chunks, scores
 from nanovllm.entrypoints.server.chunk_calls import kept, load_marked
-from nanovllm.entrypoints.server.chunk_pages import explained, require_pages, without_compositions
+from nanovllm.entrypoints.server.chunk_pages import explained, require_pages
 from nanovllm.entrypoints.server.engine_metrics import EngineMetrics, Timeline
 from nanovllm.entrypoints.server.file_thread import FileThread, Later
 from nanovllm.entrypoints.server.held import Held
-from nanovllm.entrypoints.server.named_chunks import ChunkLimits, NamedChunks, prefix
+from nanovllm.entrypoints.server.named_chunks import ChunkLimits, NamedChunks, prefix, without_compositions
 from nanovllm.entrypoints.server.peer import MOST_UNSENT, STALL_SECONDS, Peer
 from nanovllm.entrypoints.server.wire import (
     Accepted,
@@ -46,7 +46,7 @@ from nanovllm.entrypoints.server.wire import (
     Submit,
     take_frames,
 )
-from nanovllm.errors import EngineDeadError, InvalidRequestError, NanoVLLMError, QueueFullError
+from nanovllm.errors import EngineDeadError, InvalidRequestError, NanoVLLMError, OutOfPagesError, QueueFullError
 from nanovllm.models.model import Model
 from nanovllm.sampling.grammar import Grammar
 from nanovllm.sampling.params import SamplingParams
@@ -320,8 +320,7 @@ class EngineLoop:
         try:
             for each in dict.fromkeys(names):
                 if each:
-                    own = message.space, each, message.namespace
-                    self.state, self.named, bases[each], once = prefix(self.model, self.state, self.named, *own)
+                    bases[each], once = self._prefix(message.space, each, message.namespace)
                     passing += [bases[each]] * once
             contexts = [[*([bases[each]] if each else []), *run] for each, run in zip(names, runs, strict=True)]
             totals = [sum(map(len, parts)) for parts in contexts]
@@ -344,6 +343,17 @@ class EngineLoop:
         self.waiting_tokens += sum(lengths)
         self._num_later += len(ids)
         self._send(peer, Accepted(message.ids))
+
+    def _prefix(self, space: str, names: tuple[str, ...], namespace: int) -> tuple[Chunk, bool]:
+        """One chunk of several in a row, and whether it must be released. Older compositions give it their pages if it needs them."""
+        try:
+            self.state, self.named, found, once = prefix(self.model, self.state, self.named, space, names, namespace)
+        except OutOfPagesError:
+            if not self.named.composed:
+                raise
+            self.state, self.named = without_compositions(self.state, self.named)
+            self.state, self.named, found, once = prefix(self.model, self.state, self.named, space, names, namespace)
+        return found, once
 
     def _params(self, options: dict[str, Any]) -> SamplingParams:
         """The sampling options of a frame. Those of most requests are the same, and are checked once."""

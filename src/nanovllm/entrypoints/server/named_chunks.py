@@ -199,6 +199,13 @@ def prefix(
     return *_within(state, named, space), whole, False
 
 
+def without_compositions(state: EngineState, named: NamedChunks) -> tuple[EngineState, NamedChunks]:
+    """Release all compositions. Requests that begin with one keep its pages."""
+    for entry in named.composed:
+        state = release(state, entry.chunk)
+    return state, replace(named, composed=())
+
+
 def count_pages(state: EngineState, chunks: Iterable[Chunk]) -> int:
     """How many pages some chunks hold together."""
     return int(held_pages(state, chunks).sum())

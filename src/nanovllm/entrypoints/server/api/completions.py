@@ -57,7 +57,6 @@ async def completions(server: Server, exchange: Exchange) -> None:
     count = num_candidates(asked.best_of, n, stream=bool(asked.stream))
     named = await _prompts(server, asked, count, "n" if count == n else "best_of")
     prompts = [ids for _, ids in named]
-    require_rows(server, len(prompts) * count, ("n" if count == n else "best_of") if len(prompts) == 1 else "prompt")
     reuse = await reuse_of(server, exchange, asked, len(prompts) * count)
     lengths = [reuse.num_tokens + len(ids) // INT32.itemsize for ids in prompts]
     most = DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens
@@ -275,6 +274,7 @@ def summed(lengths: list[int], ends: list[Ended]) -> dict[str, Any]:
 
 async def _prompts(server: Server, asked: CompletionRequest, n: int, param: str) -> list[tuple[str, bytes]]:
     """Each prompt's place in the request, and its token ids. `n` replies run to each, as the field `param` says."""
+    require_rows(server, n, param)
     prompt, listed = asked.prompt, sum(map(len, (asked.logit_bias or (), asked.stop_token_ids or (), asked.bad_words or ())))
     kept = kept_tokens(server, asked, DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens)
     if isinstance(prompt, str):
@@ -285,6 +285,7 @@ async def _prompts(server: Server, asked: CompletionRequest, n: int, param: str)
         raise ApiError(400, f"prompt has {len(prompt)} prompts: it must have 1 to {MOST_ROWS}", param="prompt")
     if len(prompt) * n > MOST_ROWS:
         raise ApiError(400, f"{len(prompt)} prompts with {param}={n} are more than {MOST_ROWS} replies", param=param)
+    require_rows(server, len(prompt) * n, "prompt")
     if len(prompt) * n * listed > MOST_LISTED:
         problem = f"{len(prompt)} prompts with {param}={n} and {listed} logit_bias, stop_token_ids and bad_words are too many"
         raise ApiError(400, problem, param="prompt")
