@@ -23,7 +23,7 @@ CONSTRAINTS = (
 IGNORED = frozenset(
     {
         "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",
-        "safety_identifier", "verbosity", "prediction", "moderation", "request_id", "session_id", "cache_salt", "return_progress",
+        "safety_identifier", "verbosity", "prediction", "moderation", "request_id", "session_id", "return_progress",
         "timings_per_token", "cache_prompt", "id_slot", "kv_transfer_params", "spaces_between_special_tokens", "add_special_tokens",
         "guided_decoding_backend", "guided_whitespace_pattern", "max_tool_calls",
     }
@@ -77,6 +77,7 @@ class Sampled(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     priority: int | None = 0
     return_token_ids: bool | None = None
+    cache_salt: str | None = None
     chunks: list[str] | None = None
     keep: str | None = None
     keep_thinking: bool | None = None
@@ -112,6 +113,8 @@ def read(values: dict[str, Any], kind: type[T]) -> T:
         if close is not None:
             raise ApiError(400, f"unknown field {name[:100]!r}: did you mean {close!r}?", param=name[:100], code="unknown_parameter")
     asked = convert(values, kind)
+    if asked.cache_salt == "":
+        raise ApiError(400, "cache_salt is empty: give a text that others cannot guess, or leave the field out", param="cache_salt")
     if asked.stream_options is not None and not asked.stream:
         raise ApiError(400, "stream_options is only allowed with stream: true", param="stream_options")
     if asked.stream_interval is not None and not 1 <= asked.stream_interval <= MOST_INTERVAL:

@@ -58,6 +58,7 @@ async def chat_completions(server: Server, exchange: Exchange) -> None:
     """Answer a request."""
     body = await exchange.json()
     asked = read(body, ChatRequest)
+    exchange.salt(asked.cache_salt)
     top = num_top(asked.top_logprobs or 0, "top_logprobs")
     if top and not asked.logprobs:
         raise ApiError(400, "top_logprobs is only allowed with logprobs: true", param="top_logprobs")

@@ -51,6 +51,7 @@ async def completions(server: Server, exchange: Exchange) -> None:
     """Answer a request."""
     body = await exchange.json()
     asked = read(body, CompletionRequest)
+    exchange.salt(asked.cache_salt)
     top = None if asked.logprobs is None else num_top(asked.logprobs, "logprobs")
     form = form_of(body)
     model, n = own_model(server, asked.model), num_choices(asked.n)

@@ -85,6 +85,7 @@ async def responses(server: Server, exchange: Exchange) -> None:
     """Answer a request."""
     body = await exchange.json()
     asked, prompt, form = _read(body)
+    exchange.salt(asked.cache_salt)
     model = own_model(server, asked.model)
     reuse = await reuse_of(server, exchange, asked, 1)
     ids = await _prompt_ids(server, asked, prompt, reuse.num_tokens)

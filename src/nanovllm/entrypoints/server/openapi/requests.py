@@ -108,6 +108,7 @@ NOTES: Mapping[str, str] = MappingProxyType(
         'responses `"message.output_text.logprobs"` in `include`.',
         "logprobs": "The log-probabilities of the reply's tokens: in chats true, in completions how many of the most probable tokens are "
         "listed in the place of each token, in [0, 20]. With `echo` those of the prompt, too.",
+        "cache_salt": "The KV of the prompt is shared only with requests of the same key that have the same salt.",
         "chunks": "Names of chunks before the prompt.",
         "keep": "The name under which prompt and reply become a chunk.",
         "keep_thinking": "Whether that chunk has the think block.",
