@@ -5,14 +5,21 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import nanovllm as nv
-from nanovllm.entrypoints.server.chunk_pages import explained
+from nanovllm.engine.requests import submit_many
+from nanovllm.entrypoints.server.chunk_pages import explained, require_pages
+from nanovllm.entrypoints.server.named_chunks import NamedChunks
 from nanovllm.entrypoints.server.settings import Settings
+from nanovllm.testing.models import random_model, tiny_config
 from tests.entrypoints.server.live import LIMIT, Answer, Live
 
 PAGES, SIZE = 32, 16
+MODEL = random_model(tiny_config())
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 
 
@@ -166,3 +173,38 @@ def test_other_errors_and_devices_without_memory_keep_their_words(served: Live) 
     told = explained(state, nv.OutOfPagesError("release chunks"))
     assert type(told) is nv.OutOfPagesError and "try again later" in str(told) and "chunks" not in str(told)
     assert explained(state, told) is not None
+
+
+@pytest.mark.unhooked
+@settings(max_examples=120, deadline=None)
+@given(data=st.data())
+def test_what_is_refused_is_what_the_engine_could_not_run(data: st.DataObject) -> None:
+    """Chunks over a tiny pool, and one prompt that begins with one of them, with its tokens, or with neither."""
+    num_pages, size = data.draw(st.integers(3, 12), "pages"), data.draw(st.sampled_from([2, 4]), "page size")
+    state = nv.init_state(MODEL, num_pages=num_pages, page_size=size, max_model_len=num_pages * size)
+    chunks = list[nv.Chunk]()
+    for first in range(data.draw(st.integers(0, 3), "chunks")):
+        after = data.draw(st.sampled_from([None, *chunks]), "after")
+        try:
+            state, chunk = nv.prefill(MODEL, state, [first] * data.draw(st.integers(1, 3 * size), "length"), after)
+        except (nv.OutOfPagesError, nv.InvalidRequestError):
+            continue
+        chunks.append(chunk)
+    begin = data.draw(st.sampled_from([None, *chunks, *(chunk.token_ids for chunk in chunks)]), "beginning")
+    rest = np.full(data.draw(st.integers(1, num_pages * size), "rest"), 40, np.int32)
+    whole = data.draw(st.booleans(), "keep")
+    context = [rest] if begin is None else [begin, rest]
+    if sum(map(len, context)) >= num_pages * size:
+        return
+    refused = False
+    try:
+        state, _ = require_pages(state, NamedChunks(), [context, context], whole=whole, namespace=0)
+    except nv.OutOfPagesError:
+        refused = True
+    state, (rid,) = submit_many(MODEL, state, [context], [nv.SamplingParams(temperature=0, max_tokens=1)], keep=whole)
+    outputs = dict[int, nv.RequestOutput]()
+    while state.running or state.waiting:
+        state, found = nv.step(MODEL, state)
+        outputs |= {out.request_id: out.output for out in found if out.output is not None}
+    assert refused == isinstance(outputs[rid].error, nv.OutOfPagesError), outputs[rid]
+    nv.check(state)

@@ -379,3 +379,18 @@ def test_a_file_that_does_not_fit_this_engine_is_a_conflict(served: Live) -> Non
     answer = served.post("/v1/chunks/king/load", {})
     assert code_of(answer) == (409, "chunk_mismatch") and "another model" in answer.json()["error"]["message"]
     assert served.get("/v1/chunks/king").status == 404 and served.post("/v1/chunks", {"name": "king", "text": "x"}).status == 200
+
+
+def test_a_file_is_written_to_its_end_though_the_request_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(shutdown_seconds=1.0, chunk_dir=tmp_path, request_timeout=0.4)
+    with Live(settings=settings, num_pages=128) as server:
+        assert server.post("/v1/chunks", {"name": "king", "text": KING}).status == 200
+        disk = Slow(monkeypatch, "_write_block")
+        answer = server.post("/v1/chunks/king/save", {})
+        assert code_of(answer) == (504, "request_timeout") and not [path for path in files(server) if path.suffix == ".safetensors"]
+        disk.go.set()
+        end = time.monotonic() + LIMIT
+        while not [path for path in files(server) if path.suffix == ".safetensors"] or len(server.engine.named.pinned):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert server.post("/v1/chunks/king/load", {"replace": True}).status == 200
