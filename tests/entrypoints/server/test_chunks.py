@@ -313,6 +313,8 @@ def test_a_name_that_was_taken_meanwhile_is_told_with_the_reply(served: Live) ->
 def test_messages_become_a_chunk(served: Live) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     ids = served.model.tokenizer.apply_chat_template(messages, add_generation_prompt=False)
+    turn = [*messages, {"role": "assistant", "content": "Hello! How can I help you?"}]  # a conversation so far
+    assert served.post("/v1/chunks", {"name": "turn", "messages": turn, "replace": None}).json()["exact"]
     answer = served.post("/v1/chunks", {"name": "chat", "messages": messages})
     assert answer.status == 200 and answer.json()["tokens"] == len(served.model.tokenizer.encode(ids, add_special_tokens=False))
 

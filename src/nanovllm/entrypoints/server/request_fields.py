@@ -139,13 +139,14 @@ def convert(values: dict[str, Any], kind: type[S]) -> S:
         raise ApiError(400, str(error).replace(" - at `$.", ": at `"), param=param or None) from None
 
 
-def sampling(asked: Sampled, generation: SamplingParams, max_tokens: int, **more: Any) -> dict[str, Any]:
+def sampling(asked: Sampled, generation: SamplingParams, max_tokens: int, *, limit: str = "max_tokens", **more: Any) -> dict[str, Any]:
     """The options of one choice that differ from `SamplingParams()`, checked.
 
     Args:
         asked: The request.
         generation: The model's own options, which hold where the request has none.
         max_tokens: The most tokens of the reply.
+        limit: The name of the field that says so, for errors.
         **more: Further options of `SamplingParams`.
 
     Raises:
@@ -174,7 +175,7 @@ def sampling(asked: Sampled, generation: SamplingParams, max_tokens: int, **more
             options["logit_bias"] = {_token_id(name): value for name, value in asked.logit_bias.items()}
         params = SamplingParams(**options)
     except InvalidRequestError as error:
-        raise api_error(error) from None
+        raise api_error(InvalidRequestError(str(error).replace("max_tokens", limit))) from None
     values = {name: value for name, default in DEFAULTS.items() if (value := getattr(params, name)) != default}
     if params.logit_bias is not None:
         values["logit_bias"] = dict(params.logit_bias)

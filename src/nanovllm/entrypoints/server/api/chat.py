@@ -80,7 +80,7 @@ async def chat_completions(server: Server, exchange: Exchange) -> None:
         require_listable(n * most, top, limit)
         more["logprobs"], ends_with = top, stop_ids(server, asked)
         logprobs = [RowLogprobs(places_of(server, asked), ends_with) for _ in range(n)]
-    options = sampling(asked, server.generation, most, **more)
+    options = sampling(asked, server.generation, most, limit=limit, **more)
     params = [seeded(options, i) for i in range(n)]
     rows = [reuse.parts(ids) for _ in range(n)]
     frames = ChatFrames(server, model, ids, length, asked, prompt, [parser] * n, reuse)

@@ -46,7 +46,7 @@ class CreateRequest(msgspec.Struct, kw_only=True):
     messages: list[Any] | None = None
     token_ids: list[int] | None = None
     after: str | None = None
-    replace: bool = False
+    replace: bool | None = None
     tools: Any = None
     chat_template_kwargs: Any = None
 
@@ -57,14 +57,14 @@ class ComposeRequest(msgspec.Struct, kw_only=True):
     name: str
     names: list[str]
     recompute: int | float | Literal["all"] = 0
-    replace: bool = False
+    replace: bool | None = None
 
 
 class ForkRequest(msgspec.Struct, kw_only=True):
     """The body of `POST /v1/chunks/{name}/fork`."""
 
     to: str
-    replace: bool = False
+    replace: bool | None = None
 
 
 class TruncateRequest(msgspec.Struct, kw_only=True):
@@ -72,7 +72,7 @@ class TruncateRequest(msgspec.Struct, kw_only=True):
 
     tokens: int
     to: str | None = None
-    replace: bool = False
+    replace: bool | None = None
 
 
 class DropRequest(msgspec.Struct, kw_only=True):
@@ -81,13 +81,13 @@ class DropRequest(msgspec.Struct, kw_only=True):
     spans: list[tuple[int, int]]
     mode: Literal["recompute", "shift", "gap"] = "recompute"
     to: str | None = None
-    replace: bool = False
+    replace: bool | None = None
 
 
 class LoadRequest(msgspec.Struct, kw_only=True):
     """The body of `POST /v1/chunks/{name}/load`."""
 
-    replace: bool = False
+    replace: bool | None = None
 
 
 async def all_chunks(server: Server, exchange: Exchange) -> None:
@@ -98,7 +98,7 @@ async def all_chunks(server: Server, exchange: Exchange) -> None:
     asked = convert(await exchange.json(), CreateRequest)
     given, token_ids = await _tokens(server, asked)
     after = [] if asked.after is None else [valid(asked.after, "after")]
-    await _make(server, exchange, valid(asked.name), after, token_ids, replaced=asked.replace, given=given)
+    await _make(server, exchange, valid(asked.name), after, token_ids, replaced=bool(asked.replace), given=given)
 
 
 async def one_chunk(server: Server, exchange: Exchange) -> None:
@@ -122,11 +122,11 @@ async def _compose(server: Server, exchange: Exchange) -> None:
     with naming("names", "name"):
         token_ids = await server.engine.ask("chunk_token_ids", space=space, names=names)
         if asked.recompute == "all":  # the same as a prefill of all tokens
-            await _make(server, exchange, name, [], token_ids, replaced=asked.replace, given="names")
+            await _make(server, exchange, name, [], token_ids, replaced=bool(asked.replace), given="names")
             return
         room(server, len(token_ids) // INT32.itemsize, 1, "names")
         made = await server.engine.ask(
-            "compose_chunks", space=space, names=names, to=name, recompute=asked.recompute, replaced=asked.replace,
+            "compose_chunks", space=space, names=names, to=name, recompute=asked.recompute, replaced=bool(asked.replace),
             namespace=exchange.namespace,
         )  # fmt: skip
     await _send(exchange, made)
@@ -135,7 +135,7 @@ async def _compose(server: Server, exchange: Exchange) -> None:
 async def fork(server: Server, exchange: Exchange) -> None:
     """`POST /v1/chunks/{name}/fork`: a second name for the same KV."""
     asked = convert(await exchange.json(), ForkRequest)
-    await _ask(server, exchange, "fork_chunk", to=valid(asked.to, "to"), replaced=asked.replace)
+    await _ask(server, exchange, "fork_chunk", to=valid(asked.to, "to"), replaced=bool(asked.replace))
 
 
 async def truncate(server: Server, exchange: Exchange) -> None:
@@ -143,14 +143,14 @@ async def truncate(server: Server, exchange: Exchange) -> None:
     asked = convert(await exchange.json(), TruncateRequest)
     if abs(asked.tokens) > 1 << 62:
         raise ApiError(400, "tokens is out of range", param="tokens")
-    await _ask(server, exchange, "truncate_chunk", tokens=asked.tokens, **_target(exchange, asked.to, replaced=asked.replace))
+    await _ask(server, exchange, "truncate_chunk", tokens=asked.tokens, **_target(exchange, asked.to, replaced=bool(asked.replace)))
 
 
 async def drop(server: Server, exchange: Exchange) -> None:
     """`POST /v1/chunks/{name}/drop`: a chunk without spans of its tokens."""
     asked = convert(await exchange.json(), DropRequest)
     name, space = valid(exchange.scope["path_params"]["name"]), namespace(server, exchange)
-    target = _target(exchange, asked.to, replaced=asked.replace)
+    target = _target(exchange, asked.to, replaced=bool(asked.replace))
     token_ids = np.frombuffer(await server.engine.ask("chunk_token_ids", space=space, names=[name]), INT32)
     stay = np.ones(len(token_ids), bool)
     if not 1 <= len(asked.spans) <= MOST_SPANS:
@@ -183,7 +183,7 @@ async def save(server: Server, exchange: Exchange) -> None:
 
 async def load(server: Server, exchange: Exchange) -> None:
     """`POST /v1/chunks/{name}/load`: the chunk of a file."""
-    replaced = convert(await exchange.json(), LoadRequest).replace
+    replaced = bool(convert(await exchange.json(), LoadRequest).replace)
     await _ask(server, exchange, "load_chunk", replaced=replaced, namespace=exchange.namespace)
 
 
