@@ -382,7 +382,7 @@ def test_a_file_that_does_not_fit_this_engine_is_a_conflict(served: Live) -> Non
 
 
 def test_a_file_is_written_to_its_end_though_the_request_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = Settings(shutdown_seconds=1.0, chunk_dir=tmp_path, request_timeout=0.4)
+    settings = Settings(shutdown_seconds=1.0, chunk_dir=tmp_path, request_timeout=1.5)
     with Live(settings=settings, num_pages=128) as server:
         assert server.post("/v1/chunks", {"name": "king", "text": KING}).status == 200
         disk = Slow(monkeypatch, "_write_block")
