@@ -163,6 +163,18 @@ class ChunkFileError(NanoVLLMError):
     """
 
 
+class ChunkMismatchError(ChunkFileError):
+    """A chunk file is whole, but does not fit an engine: it is of another model, or its KV has another dtype.
+
+    Examples:
+        >>> state, facts = nv.prefill(model, state, "The king of Aistonia is Oswin.")
+        >>> nv.save_chunk(state, facts, "facts.safetensors")
+        >>> nv.load_chunk(model, nv.init_state(model, num_pages=64, kv_dtype="fp8"), "facts.safetensors")
+        Traceback (most recent call last):
+        nanovllm.errors.ChunkMismatchError: facts.safetensors: its KV is torch.float32, but this engine's is torch.float8_e4m3fn: ...
+    """
+
+
 class TuningFileError(NanoVLLMError):
     """A file of `nanovllm tune` is missing, damaged, or made for another GPU, model or version.
 

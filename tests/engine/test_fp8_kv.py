@@ -129,7 +129,7 @@ def test_a_file_of_another_kv_dtype_is_refused(tmp_path: Path) -> None:
         state, chunk = nv.prefill(model, state_of(model, kv_dtype=written), PROMPTS[0])
         nv.save_chunk(state, chunk, tmp_path / name)
         other = state_of(model, kv_dtype=reads)
-        with pytest.raises(nv.ChunkFileError, match=rf"{name}: its KV is torch.*, but this engine's is torch.*kv_dtype={written!r}"):
+        with pytest.raises(nv.ChunkMismatchError, match=rf"{name}: its KV is torch.*, but this engine's is torch.*kv_dtype={written!r}"):
             nv.load_chunk(model, other, tmp_path / name)
         nv.check(other)  # the state is as it was
         _, again = nv.load_chunk(model, state_of(model, kv_dtype=written), tmp_path / name)

@@ -67,6 +67,28 @@ def test_a_prompt_that_shares_a_chunk_needs_few_pages() -> None:
         assert outputs[rid][1].error is None
 
 
+def test_a_reply_that_chunks_cut_short_says_so() -> None:
+    """Of three replies one reaches its limit, one its end token, and one the last page that the chunk leaves."""
+    state = nv.init_state(MODEL, num_pages=12, page_size=SIZE, max_model_len=48)
+    state, chunk = nv.prefill(MODEL, state, list(range(24)))  # 6 pages
+    state, limited = nv.submit(MODEL, state, [9] * 8, greedy(4))
+    state, ending = nv.submit(
+        MODEL, state, [9] * 8, nv.SamplingParams(temperature=0, max_tokens=40, stop_token_ids=range(MODEL.config.vocab_size))
+    )
+    state, cut = nv.submit(MODEL, state, [8] * 8, greedy(40))
+    state, outputs = ended(state, 200)
+    assert {rid: (output.finish_reason, output.out_of_pages) for rid, (_, output) in outputs.items()} == {
+        limited: ("length", False),
+        ending: ("stop", False),
+        cut: ("length", True),
+    }
+    assert outputs[cut][1].error is None and len(outputs[cut][1].token_ids) == 6 * SIZE - 8 + 1
+    state = nv.release(state, chunk)
+    state, whole = nv.submit(MODEL, state, [8] * 8, greedy(40))  # alone, it fills the context
+    state, outputs = ended(state, 200)
+    assert outputs[whole][1].finish_reason == "length" and not outputs[whole][1].out_of_pages
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_only_those_fail_that_cannot_run_beside_the_chunks(data: st.DataObject) -> None:

@@ -132,13 +132,18 @@ def last_output(
     now: float,
     error: NanoVLLMError | None = None,
     scored: RowScores = None,
+    *,
+    stuck: bool = False,
 ) -> StepOutput:
-    """The output of a request that ends. A reply that cannot be decoded ends with an error, and has no text."""
+    """The output of a request that ends. A reply that cannot be decoded ends with an error, and has no text.
+
+    `stuck`: live chunks leave it no page for another token.
+    """
     try:
         text = reply_text(model, sequence)
     except Exception as raised:
         text, error = "", error or request_error(_id(sequence), RequestFailedError, "its tokens cannot be decoded", as_value(raised))
-    output = result(sequence, text, reason if error is None else "error", now, error)
+    output = result(sequence, text, reason if error is None else "error", now, error, out_of_pages=stuck and error is None)
     return StepOutput(output.request_id, token_ids, output.finish_reason, output, error, scored)
 
 

@@ -122,7 +122,9 @@ def reply_text(model: Model, sequence: Sequence) -> str:
     return model.tokenizer.decode(ids, skip)
 
 
-def result(sequence: Sequence, text: str, reason: str, now: float, error: NanoVLLMError | None = None) -> RequestOutput:
+def result(
+    sequence: Sequence, text: str, reason: str, now: float, error: NanoVLLMError | None = None, *, out_of_pages: bool = False
+) -> RequestOutput:
     """The output of a finished request, whose reply has this text."""
     request, generated = sequence.request, sequence.num_generated
     first, token_ids = sequence.first_token or now, sequence.tokens.array(request.num_prompt).tolist()
@@ -140,4 +142,5 @@ def result(sequence: Sequence, text: str, reason: str, now: float, error: NanoVL
             decode_tokens_per_second=(generated - 1) / (now - first) if generated > 1 and now > first else 0.0,
         ),
         error=error,
+        out_of_pages=out_of_pages,
     )

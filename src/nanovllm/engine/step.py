@@ -265,7 +265,7 @@ def _finish_step(
         expected = _expected(expected, grown, state)
     for sequence in plan.stuck:
         error = None if sequence.num_generated else out_of_pages(sequence, plan.pool)
-        outputs.append(last_output(model, sequence, (), "length", now, error))
+        outputs.append(last_output(model, sequence, (), "length", now, error, stuck=True))
     pool, kept = ended(pool, state.kept, [*gone, *plan.stuck])
     unused = executor_of(state).take_discarded_count()
     stats = state.stats.add(

@@ -273,6 +273,7 @@ class RequestOutput:
         logprobs: One entry per token of `token_ids`, or None if they were not asked for.
         metrics: The times of the request.
         error: Why the request failed, or None.
+        out_of_pages: Whether the reply ended with `"length"` before its limit, because live chunks left it no page for another token.
 
     Examples:
         >>> (output,) = nv.LLM(model, num_pages=64).generate("Once upon a time", nv.SamplingParams(temperature=0, max_tokens=3))
@@ -289,6 +290,7 @@ class RequestOutput:
     logprobs: list[TokenLogprobs] | None
     metrics: Metrics
     error: NanoVLLMError | None = None
+    out_of_pages: bool = False
 
     def __repr__(self) -> str:
         return brief_fields(self)

@@ -32,8 +32,9 @@ def render(
 
     Args:
         tokenizer: The model's tokenizer.
-        messages: A list of `{"role": "system" | "user" | "assistant" | "tool", "content": text}`. The last is not the assistant's. An
-            assistant's message with `tool_calls` may have no content. Other keys are passed to the template unchanged.
+        messages: A list of `{"role": "system" | "user" | "assistant" | "tool", "content": text}`. If a reply begins after the
+            last, it is not the assistant's. An assistant's message with `tool_calls` may have no content. Other keys are passed to the
+            template unchanged.
         enable_thinking: False asks the template for a reply without a think block, if it supports that.
         most: The model's limit in tokens: a much longer conversation is refused after its beginning. None: any length is encoded.
         tools: Definitions of tools, `{"type": "function", "function": {"name": ..., "description": ..., "parameters": schema}}`.
@@ -45,7 +46,7 @@ def render(
         InvalidRequestError: A message is malformed (the error names it), the conversation has more than `most` tokens, the model has no
             tokenizer or chat template, or the template has no place for what it was given.
     """
-    check_messages(messages, continued=continue_final_message)
+    check_messages(messages, continued=continue_final_message, answered=add_generation_prompt)
     if tokenizer is None:
         raise InvalidRequestError("this model has no tokenizer, so it cannot chat: give token ids to generate")
     if not isinstance(enable_thinking, bool):
@@ -86,8 +87,8 @@ def check_tools(tools: Any) -> list[Any] | None:
     return list(tools) or None
 
 
-def check_messages(messages: Any, *, continued: bool = False) -> None:
-    """Raise `InvalidRequestError` naming the first malformed message."""
+def check_messages(messages: Any, *, continued: bool = False, answered: bool = True) -> None:
+    """Raise `InvalidRequestError` naming the first malformed message. `answered`: a reply begins after the last one."""
     if not isinstance(messages, list | tuple) or not messages:
         raise InvalidRequestError(f"messages={reprlib.repr(messages)} must be a list of at least one {{'role': ..., 'content': ...}}")
     for place, message in enumerate(messages):
@@ -107,5 +108,5 @@ def check_messages(messages: Any, *, continued: bool = False) -> None:
     last = messages[-1]
     if continued and (last["role"] != "assistant" or not last.get("content")):
         raise InvalidRequestError("continue_final_message needs a last message of the assistant that has text")
-    if last["role"] == "assistant" and not continued:
+    if last["role"] == "assistant" and answered and not continued:
         raise InvalidRequestError("the last message is the assistant's, so nothing is left to answer: end with the user's message")

@@ -61,12 +61,12 @@ def saved(model: Model, path: Path, tokens: list[int]) -> bytes:
     return path.read_bytes()
 
 
-def refused(model: Model, state: EngineState, path: Path, why: str) -> None:
+def refused(model: Model, state: EngineState, path: Path, why: str, kind: type[Exception] = nv.ChunkFileError) -> None:
     """The file is refused by name and reason, and the state is what it was."""
     pool, chunks, stats = state.pool, state.chunks, state.stats
-    with pytest.raises(nv.ChunkFileError, match=why) as caught:
+    with pytest.raises(kind, match=why) as caught:
         nv.load_chunk(model, state, path)
-    assert str(path) in str(caught.value)
+    assert str(path) in str(caught.value) and type(caught.value) is kind
     nv.check(state)
     assert (state.pool, state.chunks, state.stats) == (pool, chunks, stats)
 
@@ -279,7 +279,7 @@ def test_a_head_that_does_not_fit_is_refused(small: Model, tmp_path: Path, name:
     assert forged(raw) == raw
     state = nv.init_state(small, num_pages=8, page_size=4)
     path.write_bytes(forged(raw, change))
-    refused(small, state, path, why)
+    refused(small, state, path, why, nv.ChunkMismatchError if name in ("another model", "another rope") else nv.ChunkFileError)
     path.write_bytes(raw)
     state, _ = nv.load_chunk(small, state, path)
     nv.check(state)
@@ -403,7 +403,7 @@ def test_another_models_file_is_refused(small: Model, tmp_path: Path) -> None:
     saved(small, tmp_path / "chunk", [1, 2, 3])
     for other, why in ((random_model(SMALL, seed=1), "another model"), (random_model(SMALL, dtype="bfloat16"), "dtype is torch.float32")):
         state = nv.init_state(other, num_pages=8, page_size=4)
-        refused(other, state, tmp_path / "chunk", why)
+        refused(other, state, tmp_path / "chunk", why, nv.ChunkMismatchError)
         nv.generate(other, state, [1, 2], GREEDY)
 
 

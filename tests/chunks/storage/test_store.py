@@ -214,7 +214,7 @@ def test_damage_is_reported_and_passed_over(model: Model, tmp_path: Path) -> Non
     assert store.longest(model, [1, 2, 3, 4]) == two
     nv.check(state)
     other = random_model(SMALL, seed=1)
-    with pytest.raises(nv.ChunkFileError, match="another model"):
+    with pytest.raises(nv.ChunkMismatchError, match="another model"):
         store.load(other, nv.init_state(other, num_pages=9, page_size=4), two)
 
 

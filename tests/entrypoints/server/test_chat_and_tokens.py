@@ -198,3 +198,17 @@ def test_what_the_remote_tokenizer_of_lm_eval_asks_for(live: Live):
     assert info["eos_token"] == live.model.tokenizer.special_tokens["eos_token"] and "messages" in info["chat_template"]
     assert live.post("/detokenize", {"tokens": []}).json() == {"prompt": "", "content": ""}
     assert live.post("/tokenize", {"prompt": "", "add_special_tokens": False}).json()["count"] == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "limit"),
+    [
+        ("/v1/completions", {"prompt": "a"}, "max_tokens"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "max_tokens"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "max_completion_tokens"),
+        ("/v1/responses", {"input": "a"}, "max_output_tokens"),
+    ],
+)
+def test_errors_name_the_limit_as_the_request_does(live: Live, path: str, body: dict[str, Any], limit: str) -> None:
+    error = live.post(path, {**body, limit: 2, "min_tokens": 9}).json()["error"]
+    assert error["param"] == "min_tokens" and error["message"] == f"min_tokens=9: must be an integer in [0, 2], at most {limit}"

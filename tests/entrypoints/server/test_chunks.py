@@ -244,9 +244,77 @@ def test_an_existing_name_needs_replace(served: Live) -> None:
     assert made(served, "king", CITY, replace=True)["tokens"] != 11
 
 
+LONG_TEXT, LONG_IDS = "word " * 3000, [300] * 3000
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "code"),
+    [
+        ("/v1/chunks", {"name": "a", "token_ids": LONG_IDS}, "token_ids", "context_length_exceeded"),
+        ("/v1/chunks", {"name": "a", "messages": [{"role": "user", "content": LONG_TEXT}]}, "messages", "context_length_exceeded"),
+        ("/v1/chunks", {"name": "a", "text": LONG_TEXT, "after": "king"}, "text", "context_length_exceeded"),
+        ("/v1/chunks", {"name": "a", "text": KING, "after": "nobody"}, "after", "chunk_not_found"),
+        ("/v1/chunks", {"name": "king", "text": KING}, "name", "chunk_exists"),
+        ("/v1/chunks/compose", {"name": "a", "names": ["long"] * 4}, "names", "context_length_exceeded"),
+        ("/v1/chunks/compose", {"name": "a", "names": ["long"] * 4, "recompute": "all"}, "names", "context_length_exceeded"),
+        ("/v1/chunks/compose", {"name": "a", "names": ["king", "nobody"]}, "names", "chunk_not_found"),
+        ("/v1/chunks/compose", {"name": "king", "names": ["king", "king"]}, "name", "chunk_exists"),
+        ("/v1/chunks/compose", {"name": "king", "names": ["king", "king"], "recompute": "all"}, "name", "chunk_exists"),
+        ("/v1/chunks/king/fork", {"to": "long"}, "to", "chunk_exists"),
+        ("/v1/chunks/king/truncate", {"to": "long", "tokens": 3}, "to", "chunk_exists"),
+        ("/v1/chunks/king/drop", {"to": "long", "spans": [[1, 2]]}, "to", "chunk_exists"),
+        ("/v1/chunks/king/drop", {"to": "long", "spans": [[1, 2]], "mode": "gap"}, "to", "chunk_exists"),
+        ("/v1/chunks/nobody/fork", {"to": "b"}, None, "chunk_not_found"),
+        ("/v1/completions", {"prompt": "x", "chunks": ["nobody"]}, "chunks", "chunk_not_found"),
+        ("/v1/completions", {"prompt": "x", "chunks": ["long"] * 4}, "chunks", "context_length_exceeded"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "chunks": ["nobody"]}, "chunks", "chunk_not_found"),
+        ("/v1/responses", {"input": "x", "chunks": ["long"] * 4}, "chunks", "context_length_exceeded"),
+    ],
+)
+def test_errors_name_the_field_at_fault(served: Live, path: str, body: dict[str, Any], param: str | None, code: str) -> None:
+    made(served, "king", KING)
+    assert served.post("/v1/chunks", {"name": "long", "token_ids": [7, *range(300, 900)]}).status == 200
+    error = served.post(path, body).json()["error"]
+    assert (error["param"], error["code"]) == (param, code), error
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x", "max_tokens": 2}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 2}),
+    ],
+)
+def test_a_reply_is_kept_under_a_name_that_is_free_or_may_be_replaced(served: Live, path: str, body: dict[str, Any], stream: bool) -> None:
+    made(served, "king", KING)
+    error = served.post(path, {**body, "keep": "king", "stream": stream}).json()["error"]
+    assert (error["param"], error["code"]) == ("keep", "chunk_exists")
+    assert error["message"] == "there is a chunk 'king' already: delete it, or set keep_replace"
+    assert served.post("/v1/chunks", {"name": "king", "text": KING}).json()["error"]["message"].endswith("set replace")
+
+
+def test_a_name_that_was_taken_meanwhile_is_told_with_the_reply(served: Live) -> None:
+    running = threading.Thread(
+        target=lambda: answers.append(
+            served.post("/v1/completions", {"prompt": "x", "max_tokens": 600, "ignore_eos": True, "keep": "late"}).json()
+        )
+    )
+    answers: list[Any] = []
+    running.start()
+    served.wait_until_running()
+    made(served, "late", KING)
+    running.join()
+    told = answers[0]["nanovllm"]["keep_error"]
+    assert told == "there is a chunk 'late' already: delete it, or set keep_replace" and answers[0]["usage"]["completion_tokens"] == 600
+
+
 def test_messages_become_a_chunk(served: Live) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     ids = served.model.tokenizer.apply_chat_template(messages, add_generation_prompt=False)
+    turn = [*messages, {"role": "assistant", "content": "Hello! How can I help you?"}]  # a conversation so far
+    assert served.post("/v1/chunks", {"name": "turn", "messages": turn, "replace": None}).json()["exact"]
     answer = served.post("/v1/chunks", {"name": "chat", "messages": messages})
     assert answer.status == 200 and answer.json()["tokens"] == len(served.model.tokenizer.encode(ids, add_special_tokens=False))
 

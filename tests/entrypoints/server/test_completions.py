@@ -157,7 +157,12 @@ def test_echo_gives_the_prompt_first(live: Live, stream: bool):
         ({"temprature": 1}, 400, "temprature", "unknown_parameter"),
         ({"stop": ["x"] * 100}, 400, "stop", None),
         ({"stop": ""}, 400, "stop", None),
-        ({"best_of": 4}, 400, "best_of", None),
+        ({"prompt": ["a"] * 1025}, 400, "prompt", None),
+        ({"prompt": ["a"] * 2049}, 400, "prompt", None),
+        ({"best_of": 0}, 400, "best_of", None),
+        ({"best_of": 129}, 400, "best_of", None),
+        ({"n": 3, "best_of": 2}, 400, "best_of", None),
+        ({"best_of": "all"}, 400, "best_of", None),
         ({"logit_bias": {"x": 1}}, 400, "logit_bias", None),
         ({"logit_bias": {"4096": 1}}, 400, "logit_bias", None),
         ({"logit_bias": {"7": 1000}}, 400, "logit_bias", None),
@@ -286,6 +291,23 @@ def test_a_client_that_reads_nothing_gets_its_text_in_larger_pieces_later(live: 
                 count += 1
     assert b"[DONE]" in data and count < 6 * 150
     assert list(texts.values()) == [choice["text"] for choice in whole]
+
+
+def test_more_replies_than_the_queue_holds_are_not_to_be_asked_for_again(live: Live):
+    with Live(live.model, Settings(max_waiting=4, shutdown_seconds=1.0)) as small:
+        for fields, param in (
+            ({"n": 5}, "n"),
+            ({"best_of": 5}, "best_of"),
+            ({"prompt": ["a"] * 5}, "prompt"),
+            ({"prompt": ["a", "b"], "n": 3}, "prompt"),
+        ):
+            answer = small.post(PATH, GREEDY | {"max_tokens": 1} | fields)
+            assert (
+                answer.status == 400 and answer.json()["error"]["param"] == param and "--max-waiting" in answer.json()["error"]["message"]
+            )
+        chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+        assert small.post("/v1/chat/completions", chat | {"n": 5}).json()["error"]["param"] == "n"
+        assert small.post("/v1/chat/completions", chat | {"n": 4}).status == 200 == small.post(PATH, GREEDY | {"n": 4}).status
 
 
 def test_requests_beyond_the_queue_are_told_to_come_again(live: Live):

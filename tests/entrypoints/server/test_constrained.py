@@ -84,6 +84,7 @@ def test_responses_have_a_form_too(live: Live):
     ("fields", "param"),
     [
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": 3}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": 123}}}, "response_format.json_schema.schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "hiccup"}}}}, "response_format"),

@@ -219,6 +219,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": ASKED, "reasoning_effort": "much"}, "reasoning_effort", "must be one of none"),
     ({"messages": ASKED, "tools": {}}, "tools", "must be an array"),
     ({"messages": ASKED, "tools": [NOW] * 2}, "tools[1].function.name", "once more"),
+    ({"messages": ASKED, "tools": [{"type": "function", **NOW["function"]}] * 2}, "tools[1].name", "once more"),
     ({"messages": ASKED, "tools": [NOW] * (limits.MAX_TOOLS + 1)}, "tools", "elements"),
     ({"messages": ASKED, "tools": [{"type": "web_search"}]}, "tools[0].type", "only 'function'"),
     (tool(name="a b"), "tools[0].function.name", "letters"),
@@ -309,6 +310,7 @@ def test_the_library_takes_tools_and_continues() -> None:
     assert text(ASKED, tools=[]) == text(ASKED)
     called = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [CALL]}, CALLED[3]]
     assert '<tool_response>\n{"celsius": 3}' in text(called)
+    assert text(called[:3], add_generation_prompt=False) in text(called)
     model = random_model(tiny_config(), tokenizer=tokenizer)
     tokens = render(tokenizer, ASKED, tools=[WEATHER])
     assert nv.LLM(model, num_pages=8).chat_tokens(ASKED, tools=[WEATHER]) == tokens

@@ -233,7 +233,7 @@ def refusals() -> Iterator[tuple[str, dict[str, Any], str | None, str | None]]:
         yield kind, {"extra_body": {"response_format": "json_object"}}, "response_format", None
         for field in ("grammar", "ebnf", "structural_tag"):
             yield kind, {"extra_body": {field: {"type": "object"}}}, field, "unsupported_parameter"
-    yield text, {"best_of": 3}, "best_of", None
+    yield text, {"best_of": 129}, "best_of", None
     yield text, {"suffix": "."}, "suffix", "unsupported_parameter"
     yield chat, {"max_completion_tokens": 0}, "max_completion_tokens", None
     yield chat, {"extra_body": {"echo": True}}, "echo", "unsupported_parameter"

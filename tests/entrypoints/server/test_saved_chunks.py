@@ -16,6 +16,7 @@ from nanovllm.chunks.storage import blocks
 from nanovllm.entrypoints.server import file_thread, saved_chunks
 from nanovllm.entrypoints.server.settings import Settings
 from nanovllm.files import temporary
+from nanovllm.testing.models import random_model, tiny_config
 from tests.entrypoints.server.live import LIMIT, Answer, Live
 
 KING = "The king of Aistonia is Oswin."
@@ -354,3 +355,42 @@ def test_temporary_files_of_killed_engines_are_deleted(served: Live, monkeypatch
         os.utime(locked, (old_time, old_time))
         assert again(served) == [("king", 11)]
         assert {*files(served)} == {saved, new, other, locked}
+
+
+def test_a_file_that_does_not_fit_this_engine_is_a_conflict(served: Live) -> None:
+    assert served.post("/v1/chunks/king/save", {}).status == 200
+    served.stop_engine()
+    served.options["kv_dtype"] = "fp8"
+    try:
+        served.start_engine()
+        served.wait_until_healthy()
+        answer = served.post("/v1/chunks/king/load", {})
+    finally:
+        served.stop_engine()
+        served.options.pop("kv_dtype")
+        served.start_engine()
+        served.wait_until_healthy()
+    assert code_of(answer) == (409, "chunk_mismatch") and answer.headers["x-should-retry"] == "false"
+    told = "king: its KV is torch.float32, but this engine's is torch.float8_e4m3fn: load it in an engine with kv_dtype=None"
+    assert answer.json()["error"]["message"] == told
+    other = random_model(tiny_config())
+    state, chunk = nv.prefill(other, nv.init_state(other, num_pages=8), [1, 2, 3])
+    nv.save_chunk(state, chunk, files(served)[0])
+    answer = served.post("/v1/chunks/king/load", {})
+    assert code_of(answer) == (409, "chunk_mismatch") and "another model" in answer.json()["error"]["message"]
+    assert served.get("/v1/chunks/king").status == 404 and served.post("/v1/chunks", {"name": "king", "text": "x"}).status == 200
+
+
+def test_a_file_is_written_to_its_end_though_the_request_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(shutdown_seconds=1.0, chunk_dir=tmp_path, request_timeout=1.5)
+    with Live(settings=settings, num_pages=128) as server:
+        assert server.post("/v1/chunks", {"name": "king", "text": KING}).status == 200
+        disk = Slow(monkeypatch, "_write_block")
+        answer = server.post("/v1/chunks/king/save", {})
+        assert code_of(answer) == (504, "request_timeout") and not [path for path in files(server) if path.suffix == ".safetensors"]
+        disk.go.set()
+        end = time.monotonic() + LIMIT
+        while not [path for path in files(server) if path.suffix == ".safetensors"] or len(server.engine.named.pinned):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert server.post("/v1/chunks/king/load", {"replace": True}).status == 200

@@ -158,6 +158,9 @@ def test_starts_that_fail_say_why_in_one_line(served: Any, tmp_path: Path, monke
     monkeypatch.delenv("NANOVLLM_API_KEY", raising=False)
     for options, message in (  # told before there is any process
         (("--model", "no/such-model"), "no/such-model"),
+        (("no/such-model",), "no/such-model"),
+        (("tiny", "--model", "no/such-model"), "two models were named, 'tiny' and --model 'no/such-model'"),
+        (("--request-timeout", "0"), "request_timeout=0.0"),
         (("--host", "0.0.0.0"), "a key is needed"),
         (("--cors-origin", "chat"), "--cors-origin"),
     ):
@@ -180,7 +183,7 @@ def test_starts_that_fail_say_why_in_one_line(served: Any, tmp_path: Path, monke
 
 
 def test_an_orderly_end_lets_requests_end(served: Any):
-    server = served("--shutdown-seconds", "60", "--access-log").ready()
+    server = served("tiny", "--shutdown-seconds", "60", "--request-timeout", "60", "--access-log").ready()
     pids = server.children()
     kept = server.connect()
     kept.request("GET", "/health")

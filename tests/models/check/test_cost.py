@@ -84,6 +84,18 @@ def test_the_text_names_both_models() -> None:
     assert shown.count("%") == 3 and "(fp8, " in shown and f"of {len(TEXT)} places" in shown
 
 
+def test_perplexities_are_told_of_a_text_that_the_reference_knows() -> None:
+    found = replace(cost(rounded(MODEL, "fp8"), MODEL, TEXT), perplexity=12.5, reference_perplexity=299.0)
+    assert found.knows_text and cost_text(found).endswith("; perplexity 12.5, was 299")
+    for value in (300.0, 36260.0, math.inf, math.nan):
+        unknown = replace(found, reference_perplexity=value)
+        assert not unknown.knows_text and "worse than chance" in cost_text(unknown) and "12.5" not in cost_text(unknown)
+    packaged = nv.load_model("tiny", "cpu")
+    assert not cost(packaged, packaged, sample_tokens(packaged, 64)).knows_text
+    assert packaged.tokenizer is not None
+    assert cost(packaged, packaged, packaged.tokenizer.encode("Once upon a time, there was a little girl named Ada.")).knows_text
+
+
 def test_what_cannot_be_compared_is_refused() -> None:
     for change in ({"num_layers": 2}, {"vocab_size": 301}, {"intermediate_size": 128}):
         with pytest.raises(InvalidRequestError, match="cannot be compared"):

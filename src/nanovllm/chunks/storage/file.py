@@ -25,7 +25,7 @@ from nanovllm.chunks.storage.format import Head
 from nanovllm.config import RopeConfig
 from nanovllm.engine.donation import commit_state, enter, enter_with, guarded, require_live
 from nanovllm.engine.requests import capacity
-from nanovllm.errors import ChunkFileError, InvalidRequestError, OutOfPagesError
+from nanovllm.errors import ChunkFileError, ChunkMismatchError, InvalidRequestError, OutOfPagesError
 from nanovllm.files import as_path, open_file, put, temporary
 from nanovllm.models.model import Model
 from nanovllm.ops.kv_cache.fp8 import FP8, as_rows, chosen, in_fp8, write_rows
@@ -91,7 +91,8 @@ def load_chunk(model: Model, state: EngineState, path: str | os.PathLike[str]) -
         The next state, and the chunk.
 
     Raises:
-        ChunkFileError: The file is missing, truncated, changed or not a chunk file, or has another model, KV dtype or format version.
+        ChunkMismatchError: The file has another model or KV dtype.
+        ChunkFileError: The file is missing, truncated, changed or not a chunk file, or has another format version.
         InvalidRequestError: The chunk is too long for the engine, or `path` is not a file name.
         OutOfPagesError: Too few pages are available now.
         DonatedStateError: `state` was donated to a later call.
@@ -234,7 +235,8 @@ def decode(model: Model, fd: int, path: Path) -> Head:
     """The head of an open file with KV of a model's shape.
 
     Raises:
-        ChunkFileError: The file is not a valid chunk file, or the model's fingerprint or shape differs.
+        ChunkMismatchError: The model's fingerprint differs.
+        ChunkFileError: The file is not a valid chunk file, or its shape differs from the model's.
     """
     config = model.config
     most = (config.num_layers, config.max_position_embeddings, 2, config.num_kv_heads, config.head_dim)
@@ -245,13 +247,14 @@ def require_model(head: Head, model: Model, path: Path) -> None:
     """Require a head of `decode` that fits the model in all else.
 
     Raises:
-        ChunkFileError: The rotary embedding or the vocabulary differs, or the dtype is neither the model's nor FP8.
+        ChunkMismatchError: The rotary embedding differs, or the dtype is neither the model's nor FP8.
+        ChunkFileError: A token is outside the vocabulary.
     """
     config = model.config
     if head.dtype not in (model.dtype, FP8):
-        raise ChunkFileError(f"{path}: its dtype is {head.dtype}, but the model {model.name} is loaded in {model.dtype}")
+        raise ChunkMismatchError(f"{path}: its dtype is {head.dtype}, but the model {model.name} is loaded in {model.dtype}")
     if head.rope != (rope := _rope(config.rope)):
-        raise ChunkFileError(f"{path}: its keys were rotated by {dict(head.rope)}, but the model rotates by {rope}")
+        raise ChunkMismatchError(f"{path}: its keys were rotated by {dict(head.rope)}, but the model rotates by {rope}")
     outside = head.tokens[(head.tokens < 0) | (head.tokens >= config.vocab_size)]
     if len(outside):
         raise ChunkFileError(f"{path}: token id {int(outside[0])} is outside the vocabulary 0 ... {config.vocab_size - 1}")
@@ -261,11 +264,11 @@ def require_kv_dtype(head: Head, state: EngineState, path: Path) -> None:
     """Require a head whose KV has the dtype of an engine's KV.
 
     Raises:
-        ChunkFileError: The dtype differs. KV is never converted: its provenance would no longer be true.
+        ChunkMismatchError: The dtype differs. KV is never converted: its provenance would no longer be true.
     """
     if head.dtype != (own := state.kv.pools[0].dtype):
         asked = "kv_dtype='fp8'" if head.dtype == FP8 else "kv_dtype=None"
-        raise ChunkFileError(f"{path}: its KV is {head.dtype}, but this engine's is {own}: load it in an engine with {asked}")
+        raise ChunkMismatchError(f"{path}: its KV is {head.dtype}, but this engine's is {own}: load it in an engine with {asked}")
 
 
 def _rope(rope: RopeConfig) -> dict[str, Any]:

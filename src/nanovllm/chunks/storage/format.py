@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanovllm.errors import ChunkFileError
+from nanovllm.errors import ChunkFileError, ChunkMismatchError
 from nanovllm.ops.kv_cache.fp8 import FP8, stored_width
 from nanovllm.state.chunk import Gaps, Provenance
 from nanovllm.types import FLOATS
@@ -139,18 +139,25 @@ def decode(fd: int, path: Path, fingerprint: str, most: tuple[int, ...]) -> Head
         most: The shape `[L, T, 2, K, D]` of the KV of the longest chunk, with D channels per head whatever the dtype.
 
     Raises:
-        ChunkFileError: The file cannot be read, is not a valid chunk file, or has another model or shape.
+        ChunkMismatchError: The file is of another model.
+        ChunkFileError: The file cannot be read, is not a valid chunk file, or has another shape.
     """
     try:
         return _decode(fd, fingerprint, most)
     except (OSError, EOFError) as error:
         raise ChunkFileError(f"{path}: could not be read: {error}") from error
+    except _OtherModelError as error:
+        raise ChunkMismatchError(f"{path}: {error}") from None
     except _RefusedError as error:
         raise ChunkFileError(f"{path}: {error}") from error.__cause__
 
 
 class _RefusedError(Exception):
     """Why a file is refused; `decode` adds the file's name."""
+
+
+class _OtherModelError(_RefusedError):
+    """The file is of another model."""
 
 
 def _decode(fd: int, fingerprint: str, most: tuple[int, ...]) -> Head:
@@ -182,7 +189,7 @@ def _decode(fd: int, fingerprint: str, most: tuple[int, ...]) -> Head:
             f"{'truncated' if status.st_size < whole else 'too long'}: it has {status.st_size} bytes, but its header claims {whole}"
         )
     if metadata.get("fingerprint") != fingerprint:
-        raise _RefusedError(f"KV of another model: its fingerprint is {reprlib.repr(metadata.get('fingerprint'))}, not {fingerprint!r}")
+        raise _OtherModelError(f"KV of another model: its fingerprint is {reprlib.repr(metadata.get('fingerprint'))}, not {fingerprint!r}")
     if shape[1] > most[1] or (shape[0], *shape[2:]) != (most[0], *most[2:]):
         raise _RefusedError(f"its kv has shape {list(shape)}, but the model needs {list(most)}, with {most[1]} tokens or fewer")
     stored = 512 * status.st_blocks  # a file that was copied with holes for its zeros has more than half of its bytes

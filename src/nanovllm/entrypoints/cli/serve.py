@@ -27,6 +27,7 @@ KEYS = "NANOVLLM_API_KEY"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
+    parser.add_argument("name", nargs="?", metavar="MODEL", help="the same as --model (default: tiny, the packaged model)")
     add_model_options(parser)
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", metavar="A", help="the address to listen on (default: 127.0.0.1, this machine alone)")
@@ -52,6 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--stream-interval", type=positive, default=1, metavar="N", help=interval)
     shut = "how long running requests may go on after SIGTERM (default: 30)"
     group.add_argument("--shutdown-seconds", type=float, default=30.0, metavar="X", help=shut)
+    late = "how long a request may take, queue and stream included; it then ends with status 504 or an error event (default: any time)"
+    group.add_argument("--request-timeout", type=float, metavar="X", help=late)
     group.add_argument("--access-log", action="store_true", help="print a line on stderr for each request")
     group.add_argument("--metrics-names", choices=("nanovllm", "vllm"), default="nanovllm", help="the names of the metrics at /metrics")
     group.add_argument("--chunk-dir", type=Path, metavar="DIR", help="a folder for the files of chunks that clients save")
@@ -75,10 +78,13 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidRequestError(f"serve needs {', '.join(lacking)}: pip install 'nanovllm[server]'")
     from nanovllm.entrypoints.server.supervisor import Supervisor
 
+    if options.name is not None and options.model != "tiny":
+        raise InvalidRequestError(f"two models were named, {options.name!r} and --model {options.model!r}: give one of them")
+    model = options.name or options.model
     settings = Settings(
         host=options.host,
         port=options.port,
-        model_name=options.model_name or Path(options.model).name,
+        model_name=options.model_name or Path(model).name,
         any_model_name=options.any_model_name,
         api_keys=api_keys(options.api_key_file),
         allowed_hosts=tuple(name.lower() for name in options.allowed_host),
@@ -86,6 +92,7 @@ def run(options: argparse.Namespace) -> int:
         access_log=options.access_log,
         certificate=certificate(options.ssl_certfile, options.ssl_keyfile),
         shutdown_seconds=options.shutdown_seconds,
+        request_timeout=options.request_timeout,
         max_waiting=options.max_waiting,
         max_waiting_tokens=options.max_waiting_tokens,
         stream_interval=options.stream_interval,
@@ -100,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidRequestError(f"--chunk-dir {settings.chunk_dir} is not a folder")
     if not settings.api_keys and not is_loopback(settings.host):
         raise InvalidRequestError(f"--host {settings.host} can be reached from elsewhere, so a key is needed: --api-key-file or {KEYS}")
-    resolve_folder(options.model, revision=options.revision, download=options.download, with_code=options.trust_remote_code)
+    resolve_folder(model, revision=options.revision, download=options.download, with_code=options.trust_remote_code)
     limits = {
         **engine_limits(options),
         **source(options),
@@ -110,7 +117,7 @@ def run(options: argparse.Namespace) -> int:
         "dtype": options.dtype,
         "max_num_seqs": options.max_num_seqs,
     }
-    supervisor = Supervisor(settings, options.model, limits, workers=options.workers, restart=not options.no_restart)
+    supervisor = Supervisor(settings, model, limits, workers=options.workers, restart=not options.no_restart)
     return supervisor.run(lambda line: print(line, flush=True))
 
 

@@ -1,5 +1,6 @@
 """The application: which function answers which path, and errors as OpenAI's clients know them."""
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -11,7 +12,7 @@ from starlette.routing import Match, Route, Router
 from nanovllm.entrypoints.server.admission import admit, cors_headers, preflight
 from nanovllm.entrypoints.server.answer_counts import AnswerCounts
 from nanovllm.entrypoints.server.engine_client import EngineClient
-from nanovllm.entrypoints.server.errors import ApiError, api_error
+from nanovllm.entrypoints.server.errors import ApiError, api_error, too_late
 from nanovllm.entrypoints.server.exchange import RETRY, ClientGoneError, EventStream, Exchange, Held, Receive, Scope, Send
 from nanovllm.entrypoints.server.serving_tokenizer import ReplyFormats
 from nanovllm.entrypoints.server.settings import Settings
@@ -91,7 +92,7 @@ class App:
                 await exchange.respond(200, b"", kind=b"text/plain", headers=tuple(allowed))
                 return
             admit(exchange, settings, draining=self.server.draining)
-            await self._route(scope, receive, send)
+            await self._within_time(exchange, receive, send)
         except ClientGoneError:
             pass
         except ApiError as error:
@@ -112,6 +113,20 @@ class App:
     async def _fail(self, exchange: Exchange, error: ApiError) -> None:
         if not exchange.started:
             await exchange.fail(error)
+
+    async def _within_time(self, exchange: Exchange, receive: Receive, send: Send) -> None:
+        """Answer a request, or end it when it has taken as long as it may."""
+        seconds = self.server.settings.request_timeout
+        async with asyncio.timeout(seconds) as deadline:
+            exchange.deadline = deadline
+            try:
+                await self._route(exchange.scope, receive, send)
+            except asyncio.CancelledError:
+                if deadline.expired():
+                    raise too_late(seconds) from None
+                raise
+            finally:
+                exchange.deadline = None
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         for route in self.router.routes:

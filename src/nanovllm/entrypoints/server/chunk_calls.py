@@ -229,12 +229,12 @@ def kept(
             state, made = release(after, made), whole
     except NanoVLLMError as error:
         return replace(held, state=release(state, made)), error
-    return _named(replace(held, state=state), (state, made), keep.space, keep.name, replaced=keep.replaced)
+    return _named(replace(held, state=state), (state, made), keep.space, keep.name, replaced=keep.replaced, field=keep.field)
 
 
-def _named(held: Held, made: tuple[Any, Chunk], space: str, name: str, *, replaced: bool) -> tuple[Held, Any]:
+def _named(held: Held, made: tuple[Any, Chunk], space: str, name: str, *, replaced: bool, field: str = "replace") -> tuple[Held, Any]:
     """Give a new chunk its name, or release it and return the error."""
-    state, named, error = settled(made[0], held.named, space, name, made[1], created=int(time.time()), replaced=replaced)
+    state, named, error = settled(made[0], held.named, space, name, made[1], created=int(time.time()), replaced=replaced, field=field)
     held = replace(held, state=state, named=named)
     if error is not None:
         return held, error

@@ -73,6 +73,8 @@ def _format(value: Mapping[str, Any], param: str) -> Form | None:
         return None
     if kind == "json_object" and value.get("schema") is None:
         return Form(Grammar.json_object(), param)
+    if kind == "json_schema" and param == "response_format" and value.get("json_schema") is None and value.get("schema") is None:
+        raise InvalidParamError(f"{param}.json_schema", "is missing")
     if kind == "json_object" or value.get("json_schema") is None:
         return Form(_grammar("json", value.get("schema"), f"{param}.schema"), param)
     inner = mapping(value["json_schema"], f"{param}.json_schema")

@@ -20,14 +20,15 @@ import numpy as np
 
 from nanovllm.chunks.handles import release
 from nanovllm.engine.failures import as_value
-from nanovllm.engine.requests import cancel, submit_many
+from nanovllm.engine.requests import cancel, capacity, submit_many
 from nanovllm.engine.step import step
 from nanovllm.entrypoints.server import engine_calls, saved_chunks, scores
 from nanovllm.entrypoints.server.chunk_calls import kept, load_marked
+from nanovllm.entrypoints.server.chunk_pages import explained, require_pages
 from nanovllm.entrypoints.server.engine_metrics import EngineMetrics, Timeline
 from nanovllm.entrypoints.server.file_thread import FileThread, Later
 from nanovllm.entrypoints.server.held import Held
-from nanovllm.entrypoints.server.named_chunks import ChunkLimits, NamedChunks, prefix
+from nanovllm.entrypoints.server.named_chunks import ChunkLimits, NamedChunks, prefix, without_compositions
 from nanovllm.entrypoints.server.peer import MOST_UNSENT, STALL_SECONDS, Peer
 from nanovllm.entrypoints.server.wire import (
     Accepted,
@@ -45,7 +46,7 @@ from nanovllm.entrypoints.server.wire import (
     Submit,
     take_frames,
 )
-from nanovllm.errors import EngineDeadError, InvalidRequestError, NanoVLLMError, QueueFullError
+from nanovllm.errors import EngineDeadError, InvalidRequestError, NanoVLLMError, OutOfPagesError, QueueFullError
 from nanovllm.models.model import Model
 from nanovllm.sampling.grammar import Grammar
 from nanovllm.sampling.params import SamplingParams
@@ -255,7 +256,7 @@ class EngineLoop:
         peer, config = Peer(sock, *self._patience), self.state.config
         self._selector.register(sock, selectors.EVENT_READ, peer)
         hello = Hello(
-            max_model_len=config.max_model_len,
+            max_model_len=capacity(self.state, whole=False),
             vocab_size=self.model.config.vocab_size,
             max_num_seqs=config.max_num_seqs,
             device=str(self.model.device),
@@ -319,13 +320,14 @@ class EngineLoop:
         try:
             for each in dict.fromkeys(names):
                 if each:
-                    own = message.space, each, message.namespace
-                    self.state, self.named, bases[each], once = prefix(self.model, self.state, self.named, *own)
+                    bases[each], once = self._prefix(message.space, each, message.namespace)
                     passing += [bases[each]] * once
             contexts = [[*([bases[each]] if each else []), *run] for each, run in zip(names, runs, strict=True)]
             totals = [sum(map(len, parts)) for parts in contexts]
             if (keep := message.keep) is not None:
                 self._require_keeping(keep, totals, None if not names[0] else bases[names[0]])
+            own = {"whole": keep is not None, "namespace": message.namespace}
+            self.state, self.named = require_pages(self.state, self.named, contexts, **own)
             more = {"priorities": [message.priority] * len(contexts), "process_logits": self.process_logits, "namespace": message.namespace}
             self.state, ids = submit_many(self.model, self.state, contexts, params, keep=keep is not None, **more)
         finally:
@@ -341,6 +343,17 @@ class EngineLoop:
         self.waiting_tokens += sum(lengths)
         self._num_later += len(ids)
         self._send(peer, Accepted(message.ids))
+
+    def _prefix(self, space: str, names: tuple[str, ...], namespace: int) -> tuple[Chunk, bool]:
+        """One chunk of several in a row, and whether it must be released. Older compositions give it their pages if it needs them."""
+        try:
+            self.state, self.named, found, once = prefix(self.model, self.state, self.named, space, names, namespace)
+        except OutOfPagesError:
+            if not self.named.composed:
+                raise
+            self.state, self.named = without_compositions(self.state, self.named)
+            self.state, self.named, found, once = prefix(self.model, self.state, self.named, space, names, namespace)
+        return found, once
 
     def _params(self, options: dict[str, Any]) -> SamplingParams:
         """The sampling options of a frame. Those of most requests are the same, and are checked once."""
@@ -366,7 +379,8 @@ class EngineLoop:
         new = {other.name for other in others} - {keep.name, *self.named.space(keep.space)}
         size = self.state.config.page_size
         num_pages = pages_for(totals[0], size) - (0 if base is None else len(base) // size)
-        self.named.require_room(self.state, keep.space, keep.name, replaced=keep.replaced, coming=len(new), num_pages=num_pages)
+        asked = {"replaced": keep.replaced, "field": keep.field}
+        self.named.require_room(self.state, keep.space, keep.name, coming=len(new), num_pages=num_pages, **asked)
 
     def _require_room(self, count: int, tokens: int) -> None:
         waiting = len(self.state.waiting)
@@ -389,9 +403,12 @@ class EngineLoop:
         if isinstance(error, EngineDeadError) or self.state.epoch != self.state.runtime.lease.epoch:
             raise error
         if peer.sock.fileno() >= 0:
-            self._send(peer, Failure(numbers, type(error).__name__, str(as_value(error))))
+            told = explained(self.state, error)
+            self._send(peer, Failure(numbers, type(told).__name__, str(as_value(told))))
 
     def _step(self) -> None:
+        if self.named.composed and not self.state.pool.num_available:
+            self.state, self.named = without_compositions(self.state, self.named)
         waiting, metrics = self.state.waiting, self.metrics
         self.state, outputs = step(self.model, self.state)
         now, firsts, tokens = time.perf_counter(), 0, len(outputs)
@@ -411,8 +428,9 @@ class EngineLoop:
                 continue
             if (told := news.get(id(owner.peer))) is None:
                 told = news[id(owner.peer)] = News(owner.peer)
-            value = None
+            value = failed = None
             if out.output is not None:
+                failed = None if out.output.error is None else explained(self.state, out.output.error)
                 del self._owners[out.request_id], owner.peer.requests[owner.number]
                 if owner.counted:
                     metrics.ended(out.request_id, owner.line, out.output, now)
@@ -420,7 +438,8 @@ class EngineLoop:
                 if owner.keep is not None:
                     held, value = kept(self._held(), out.request_id, owner.keep, out.output, owner.namespace)
                     self._hold(held)
-            told.add(owner, out, value)
+                    value = explained(self.state, value) if isinstance(value, NanoVLLMError) else value
+            told.add(owner, out, value, failed)
         metrics.stepped(now, tokens, firsts)
         for told in news.values():
             self._send(told.peer, told.message())
@@ -459,8 +478,8 @@ class News:
         self.ended: list[Ended] = []
         self.scored: dict[int, Scored] = {}
 
-    def add(self, owner: Owner, out: StepOutput, kept: Any = None) -> None:
-        """Add what the step gave to one request, and the chunk that it became, or why it became none."""
+    def add(self, owner: Owner, out: StepOutput, kept: Any = None, failed: NanoVLLMError | None = None) -> None:
+        """Add what the step gave to one request; the chunk that it became, or why it became none; and why the request failed, if it did."""
         if owner.streamed and out.output is None:  # the last tokens may be a stop string's; the end has the whole text
             self.ids.append(owner.number)
             self.counts.append(len(out.token_ids))
@@ -468,14 +487,14 @@ class News:
             if out.scored is not None and (scored := scores.of_step(out.scored, len(out.token_ids))) is not None:
                 self.scored[owner.number] = scored
         if (output := out.output) is not None:
-            failed = output.error
             if isinstance(kept, NanoVLLMError):
                 failed, kept = (kept, None) if owner.keep is not None and owner.keep.what == "prompt" else (failed, {"error": str(kept)})
             error = None if failed is None else (type(failed).__name__, str(failed))
             tokens = array("i", out.token_ids if owner.streamed else output.token_ids).tobytes()
             counts = output.num_cached_tokens, tokens, len(output.token_ids)
             scored = scores.of_step(out.scored, len(out.token_ids)) if owner.streamed else scores.of_entries(output.logprobs)
-            self.ended.append(Ended(owner.number, output.finish_reason, output.text, *counts, error, kept, scored))
+            more = error, kept, scored, output.out_of_pages
+            self.ended.append(Ended(owner.number, output.finish_reason, output.text, *counts, *more))
 
     def message(self) -> Stepped:
         """The frame's message."""

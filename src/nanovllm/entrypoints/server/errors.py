@@ -10,6 +10,7 @@ from nanovllm.errors import (
     ChunkExistsError,
     ChunkFileError,
     ChunkLimitError,
+    ChunkMismatchError,
     EngineClosedError,
     EngineDeadError,
     InvalidRequestError,
@@ -63,6 +64,12 @@ def unsupported(param: str, what: str | None = None) -> ApiError:
     return ApiError(400, f"{what or param} is not supported by this server", param=param, code="unsupported_parameter")
 
 
+def too_late(seconds: float | None) -> ApiError:
+    """The answer to a request that has taken as long as it may. Clients must not try it again by themselves: it would take as long."""
+    told = f"the request was ended, because it took longer than the {seconds:g} seconds of --request-timeout: ask for fewer tokens"
+    return ApiError(504, told, type="timeout_error", code="request_timeout", headers=(("x-should-retry", "false"),))
+
+
 def api_error(error: NanoVLLMError, param: str | None = None) -> ApiError:
     """The answer for one of the library's errors."""
     message = str(error)
@@ -79,6 +86,8 @@ def api_error(error: NanoVLLMError, param: str | None = None) -> ApiError:
             return ApiError(409, message, param=param, code="chunk_exists", headers=(("x-should-retry", "false"),))
         case ChunkLimitError():
             return ApiError(400, message, param=param, code="chunk_limit")
+        case ChunkMismatchError():
+            return ApiError(409, message, param=param, code="chunk_mismatch", headers=(("x-should-retry", "false"),))
         case ChunkFileError():
             return ApiError(500, message, type="server_error", code="chunk_file", headers=(("x-should-retry", "false"),))
         case InvalidParamError():

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import hashlib
 from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMapping
 from dataclasses import dataclass
 from itertools import islice
@@ -21,6 +22,7 @@ EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-contr
 RETRY = (("retry-after", "1"),)
 LARGE = 1 << 16  # bytes of a body that is read without collecting garbage
 MOST_ID = 128  # characters of a client's request id
+SALTED = 1 << 56  # namespaces from here on are of salts, those below it of keys
 _decode = msgspec.json.Decoder().decode
 
 
@@ -41,17 +43,19 @@ class Exchange:
     Attributes:
         scope: The ASGI scope.
         id: The client's `X-Request-Id`, or one of ours. It is returned, and is no key of anything.
-        namespace: Whose KV the request may share: 0 if there are no keys, else the place of its key, from 1.
+        namespace: Whose KV the request may share: 0 if there are no keys, else the place of its key, from 1; or a number of its salt.
         headers: Headers that every answer gets.
         status: The status of the answer; 0 before its beginning.
+        deadline: What ends the function that answers, if its time is bounded.
     """
 
-    __slots__ = ("_held", "_limits", "_receive", "_send", "headers", "id", "namespace", "scope", "status")
+    __slots__ = ("_held", "_limits", "_receive", "_send", "deadline", "headers", "id", "namespace", "scope", "status")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits, held: Held) -> None:
         self.scope, self._receive, self._send, self._limits, self._held = scope, receive, send, limits, held
         self.namespace = self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
+        self.deadline: asyncio.Timeout | None = None
         given = self.header(b"x-request-id")
         valid = given is not None and 0 < len(given) <= MOST_ID and given.isascii() and given.decode("ascii").isprintable()
         self.id = given.decode("ascii") if given is not None and valid else unique()
@@ -64,6 +68,21 @@ class Exchange:
     def started(self) -> bool:
         """Whether the answer has begun."""
         return self.status != 0
+
+    def salt(self, salt: str | None) -> None:
+        """Share KV only with requests of the same key that have the same salt, if there is one. Others cannot guess the namespace."""
+        if salt is not None:
+            digest = hashlib.sha256(b"%d:%b" % (self.namespace, salt.encode())).digest()
+            self.namespace = SALTED + int.from_bytes(digest[:7], "big")
+
+    def take_deadline(self) -> float | None:
+        """When the answer must be complete, in the event loop's time; None: at any time. From now on the caller sees to it."""
+        deadline, self.deadline = self.deadline, None
+        if deadline is None or deadline.expired():
+            return None
+        when = deadline.when()
+        deadline.reschedule(None)
+        return when
 
     async def body(self) -> bytes:
         """The whole body.
@@ -112,7 +131,8 @@ class Exchange:
         return json_object(await self.body())
 
     async def respond(self, status: int, body: bytes, *, kind: bytes = JSON, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
-        """Send the whole answer."""
+        """Send the whole answer. It is complete, so no deadline cuts it off while the client reads."""
+        self.take_deadline()
         self.status = status
         head = [(b"content-type", kind), (b"content-length", b"%d" % len(body)), (b"x-request-id", self.id.encode())]
         head += [*self.headers, *headers]

@@ -116,7 +116,7 @@ def prompt_of(messages: tuple[dict[str, Any], ...], body: Mapping[str, Any]) -> 
     last = messages[-1]
     if continued and (last["role"] != "assistant" or not last["content"].strip() or "tool_calls" in last):
         raise InvalidParamError("continue_final_message", "needs a last message of the assistant that has text and no tool calls")
-    if last["role"] == "assistant" and not continued:
+    if last["role"] == "assistant" and generated:
         raise InvalidParamError(
             f"messages[{len(messages) - 1}].role",
             "is the assistant's, so nothing is left to answer: set continue_final_message to go on with it",

@@ -96,7 +96,17 @@ class NamedChunks:
         found = [named.chunk for name, named in self.space(space).items() if name not in but]
         return [*found, *(chunk for own, chunk in self.pinned if own == space)]
 
-    def require_room(self, state: EngineState, space: str, name: str, *, replaced: bool, coming: int = 0, num_pages: int = 0) -> None:
+    def require_room(
+        self,
+        state: EngineState,
+        space: str,
+        name: str,
+        *,
+        replaced: bool,
+        coming: int = 0,
+        num_pages: int = 0,
+        field: str = "replace",
+    ) -> None:
         """Refuse a chunk that could not get its name.
 
         Args:
@@ -106,6 +116,7 @@ class NamedChunks:
             replaced: Whether an older chunk of the name is replaced.
             coming: Chunks of the namespace that are being made.
             num_pages: Pages that the chunk takes besides those of the others.
+            field: The field of requests that lets it replace another.
 
         Raises:
             ChunkExistsError: The name is taken.
@@ -114,7 +125,7 @@ class NamedChunks:
         space_now = self.space(space)
         if name in space_now:
             if not replaced:
-                raise ChunkExistsError(f"there is a chunk {name!r} already: delete it, or set replace")
+                raise ChunkExistsError(f"there is a chunk {name!r} already: delete it, or set {field}")
         elif len(space_now) + coming >= self.limits.most:
             raise ChunkLimitError(f"there are {len(space_now) + coming} chunks, and {self.limits.most} are allowed: delete some")
         most, used = self.most_pages(state), count_pages(state, self.chunks(space, *([name] if replaced else [])))
@@ -129,7 +140,7 @@ class NamedChunks:
 
 
 def settled(
-    state: EngineState, named: NamedChunks, space: str, name: str, chunk: Chunk, *, created: int, replaced: bool
+    state: EngineState, named: NamedChunks, space: str, name: str, chunk: Chunk, *, created: int, replaced: bool, field: str = "replace"
 ) -> tuple[EngineState, NamedChunks, NanoVLLMError | None]:
     """Give a chunk its name. If that cannot be, it is released.
 
@@ -140,7 +151,7 @@ def settled(
     others = named.chunks(space, name) if replaced else named.chunks(space)
     more = count_pages(state, [*others, chunk]) - count_pages(state, others)
     try:
-        named.require_room(state, space, name, replaced=replaced, num_pages=more)
+        named.require_room(state, space, name, replaced=replaced, num_pages=more, field=field)
     except NanoVLLMError as error:
         return release(state, chunk), named, error
     entry = Named(chunk=chunk, created=created)
@@ -188,12 +199,24 @@ def prefix(
     return *_within(state, named, space), whole, False
 
 
+def without_compositions(state: EngineState, named: NamedChunks) -> tuple[EngineState, NamedChunks]:
+    """Release all compositions. Requests that begin with one keep its pages."""
+    for entry in named.composed:
+        state = release(state, entry.chunk)
+    return state, replace(named, composed=())
+
+
 def count_pages(state: EngineState, chunks: Iterable[Chunk]) -> int:
     """How many pages some chunks hold together."""
+    return int(held_pages(state, chunks).sum())
+
+
+def held_pages(state: EngineState, chunks: Iterable[Chunk]) -> np.ndarray:
+    """For each page whether one of some chunks holds it, bool `[N]`."""
     held = np.zeros(state.config.num_pages, bool)
     for chunk in chunks:
         held[chunk.pages.array()] = True
-    return int(held.sum())
+    return held
 
 
 def _let_go(state: EngineState, named: NamedChunks, chunk: Chunk) -> tuple[EngineState, NamedChunks]:

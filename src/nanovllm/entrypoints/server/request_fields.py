@@ -23,9 +23,9 @@ CONSTRAINTS = (
 IGNORED = frozenset(
     {
         "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",
-        "safety_identifier", "verbosity", "prediction", "moderation", "request_id", "session_id", "cache_salt", "return_progress",
+        "safety_identifier", "verbosity", "prediction", "moderation", "request_id", "session_id", "return_progress",
         "timings_per_token", "cache_prompt", "id_slot", "kv_transfer_params", "spaces_between_special_tokens", "add_special_tokens",
-        "guided_decoding_backend", "guided_whitespace_pattern",
+        "guided_decoding_backend", "guided_whitespace_pattern", "max_tool_calls",
     }
 )  # fmt: skip
 # Fields that would change the reply and that this server does not have. A value that asks for nothing is let through.
@@ -33,7 +33,7 @@ REFUSED = frozenset(
     {
         "suffix", "use_beam_search", "audio", "modalities", "web_search_options", "functions", "function_call", "allowed_token_ids",
         "prompt_logprobs", "lora_path", "chat_template", "logprob_token_ids", "prompt_embeds", "echo", "documents",
-        "thinking_token_budget", "reasoning_budget", "return_tokens_as_token_ids",
+        "thinking_token_budget", "reasoning_budget", "return_tokens_as_token_ids", "best_of",
     }
 )  # fmt: skip
 BITS = 256  # of integers, which messages may name
@@ -77,6 +77,7 @@ class Sampled(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     priority: int | None = 0
     return_token_ids: bool | None = None
+    cache_salt: str | None = None
     chunks: list[str] | None = None
     keep: str | None = None
     keep_thinking: bool | None = None
@@ -105,13 +106,15 @@ def read(values: dict[str, Any], kind: type[T]) -> T:
         if name in known or name in IGNORED or name in CONSTRAINTS:
             continue
         if name in REFUSED:
-            if value in NOTHING:
+            if value in NOTHING or (name == "best_of" and value == 1):
                 continue
             raise unsupported(name)
         close = closest(name, known)
         if close is not None:
             raise ApiError(400, f"unknown field {name[:100]!r}: did you mean {close!r}?", param=name[:100], code="unknown_parameter")
     asked = convert(values, kind)
+    if asked.cache_salt == "":
+        raise ApiError(400, "cache_salt is empty: give a text that others cannot guess, or leave the field out", param="cache_salt")
     if asked.stream_options is not None and not asked.stream:
         raise ApiError(400, "stream_options is only allowed with stream: true", param="stream_options")
     if asked.stream_interval is not None and not 1 <= asked.stream_interval <= MOST_INTERVAL:
@@ -136,13 +139,14 @@ def convert(values: dict[str, Any], kind: type[S]) -> S:
         raise ApiError(400, str(error).replace(" - at `$.", ": at `"), param=param or None) from None
 
 
-def sampling(asked: Sampled, generation: SamplingParams, max_tokens: int, **more: Any) -> dict[str, Any]:
+def sampling(asked: Sampled, generation: SamplingParams, max_tokens: int, *, limit: str = "max_tokens", **more: Any) -> dict[str, Any]:
     """The options of one choice that differ from `SamplingParams()`, checked.
 
     Args:
         asked: The request.
         generation: The model's own options, which hold where the request has none.
         max_tokens: The most tokens of the reply.
+        limit: The name of the field that says so, for errors.
         **more: Further options of `SamplingParams`.
 
     Raises:
@@ -171,7 +175,7 @@ def sampling(asked: Sampled, generation: SamplingParams, max_tokens: int, **more
             options["logit_bias"] = {_token_id(name): value for name, value in asked.logit_bias.items()}
         params = SamplingParams(**options)
     except InvalidRequestError as error:
-        raise api_error(error) from None
+        raise api_error(InvalidRequestError(str(error).replace("max_tokens", limit))) from None
     values = {name: value for name, default in DEFAULTS.items() if (value := getattr(params, name)) != default}
     if params.logit_bias is not None:
         values["logit_bias"] = dict(params.logit_bias)

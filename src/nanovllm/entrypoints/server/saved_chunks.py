@@ -116,7 +116,8 @@ def read(path: Path, name: str, model: Model) -> tuple[Head, Tensor]:
 
     Raises:
         UnknownChunkError: There is no file.
-        ChunkFileError: The file cannot be read, was changed, or is of another model.
+        ChunkMismatchError: The file is of another model.
+        ChunkFileError: The file cannot be read, or was changed.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -60,6 +60,7 @@ class Settings:
         allowed_hosts: Names in the Host header that are served, besides `localhost`, the name in `host`, and any IP address. `"*"`: any.
         cors_origins: Origins of other sites' pages that may call, such as `"https://chat.example"`. `"*"`: any. Empty: none.
         shutdown_seconds: How long running requests may go on after SIGTERM.
+        request_timeout: How many seconds a request may take, from its head to the end of its answer. None: as long as its client waits.
         max_waiting: How many requests may wait for the engine.
         max_waiting_tokens: How many tokens the prompts of waiting requests may have together; None: any number.
         stream_interval: How many tokens an event of a stream has. The first token is sent at once, and so is what is left at the end.
@@ -85,6 +86,7 @@ class Settings:
     allowed_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     shutdown_seconds: float = 30.0
+    request_timeout: float | None = None
     max_waiting: int | None = 1024
     max_waiting_tokens: int | None = None
     stream_interval: int = 1
@@ -113,5 +115,7 @@ class Settings:
             raise InvalidRequestError(f"chunk_share={self.chunk_share} must be in [0, 1]")
         if not 0 <= self.shutdown_seconds < float("inf"):
             raise InvalidRequestError(f"shutdown_seconds={self.shutdown_seconds} must be a number of at least 0")
+        if self.request_timeout is not None and not 0 < self.request_timeout < float("inf"):
+            raise InvalidRequestError(f"request_timeout={self.request_timeout} must be a number above 0, or None")
         if self.metrics_names not in ("nanovllm", "vllm"):
             raise InvalidRequestError(f"metrics_names={self.metrics_names!r} must be 'nanovllm' or 'vllm'")

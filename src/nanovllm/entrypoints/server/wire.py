@@ -30,6 +30,11 @@ class Keep(msgspec.Struct, array_like=True, frozen=True, gc=False):
     what: str
     replaced: bool = False
 
+    @property
+    def field(self) -> str:
+        """The field of the request that lets the chunk replace another."""
+        return "replace" if self.what == "prompt" else "keep_replace"
+
 
 class Submit(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):
     """Queue requests, all or none.
@@ -73,7 +78,7 @@ class Hello(msgspec.Struct, tag=10, array_like=True, frozen=True):
     """The first frame of an engine.
 
     Attributes:
-        max_model_len: The most tokens of a prompt and its reply together.
+        max_model_len: The most tokens of a prompt and its reply together, by the engine's limit and its KV memory.
         vocab_size: The number of token ids.
         max_num_seqs: How many requests run at the same time.
         device: The device's name.
@@ -134,6 +139,7 @@ class Ended(msgspec.Struct, array_like=True, frozen=True):
         error: The kind and the message of the error of a request that failed, else None.
         kept: The chunk that the request became, as clients are told of it; or `{"error": why it did not}`; or None.
         scored: The log-probabilities of `token_ids`, if the request asked for them.
+        out_of_pages: As in `RequestOutput`.
     """
 
     id: int
@@ -145,6 +151,7 @@ class Ended(msgspec.Struct, array_like=True, frozen=True):
     error: tuple[str, str] | None = None
     kept: Any = None
     scored: Scored | None = None
+    out_of_pages: bool = False
 
 
 class Stepped(msgspec.Struct, tag=13, array_like=True, frozen=True, gc=False):

@@ -32,6 +32,7 @@ class Cost:
         model: The name of the model.
         quantization: How its weights are quantised, in words.
         reference: The name of the reference.
+        vocab_size: Tokens of the vocabulary.
         num_tokens: Tokens of the text.
         bytes: Bytes of the model's weights.
         reference_bytes: Bytes of the reference's weights.
@@ -47,6 +48,7 @@ class Cost:
     model: str
     quantization: str
     reference: str
+    vocab_size: int
     num_tokens: int
     bytes: int
     reference_bytes: int
@@ -56,6 +58,11 @@ class Cost:
     agreement: int
     perplexity: float
     reference_perplexity: float
+
+    @property
+    def knows_text(self) -> bool:
+        """Whether the reference predicts the text better than chance would. Otherwise the perplexities say nothing about the weights."""
+        return self.reference_perplexity < self.vocab_size
 
     def as_json(self) -> dict[str, Any]:
         """The figures for JSON. None takes the place of a number that is not finite."""
@@ -108,6 +115,7 @@ def cost(model: Model, reference: Model, token_ids: Seq[int]) -> Cost:
         model=model.name,
         quantization=model.quantization,
         reference=reference.name,
+        vocab_size=reference.config.vocab_size,
         num_tokens=len(ids),
         bytes=_bytes(model),
         reference_bytes=_bytes(reference),

@@ -11,6 +11,9 @@ def cost_text(cost: Cost) -> str:
     lines = [cost.layers[first : first + ACROSS] for first in range(0, len(cost.layers), ACROSS)]
     rows = [(f"{ACROSS * place}", *(f"{error:.2%}" for error in line), *("",) * (ACROSS - len(line))) for place, line in enumerate(lines)]
     how = cost.quantization or "not quantised"
+    perplexity = f"perplexity {cost.perplexity:.4g}, was {cost.reference_perplexity:.4g}"
+    if not cost.knows_text:
+        perplexity = f"no perplexity: {cost.reference} predicts this text worse than chance, so it would say nothing"
     return "\n".join(
         [
             f"{cost.model} ({how}, {cost.bytes / 1e6:,.1f} MB of weights) beside {cost.reference} ({cost.reference_bytes / 1e6:,.1f} MB)",
@@ -19,6 +22,6 @@ def cost_text(cost: Cost) -> str:
             *aligned(("layer", *(f"+{place}" for place in range(ACROSS))), rows, left=()),
             "",
             f"Next tokens: divergence {cost.divergence:.2g} nats per token, at most {cost.worst_divergence:.2g}; the same most probable "
-            f"token at {cost.agreement} of {cost.num_tokens} places; perplexity {cost.perplexity:.4g}, was {cost.reference_perplexity:.4g}",
+            f"token at {cost.agreement} of {cost.num_tokens} places; {perplexity}",
         ]
     )

@@ -10,7 +10,16 @@ import numpy as np
 
 from nanovllm.entrypoints.server.api.chat_parts import call_id, num_tokens, prompt_ids, reply_parser
 from nanovllm.entrypoints.server.api.chunk_reuse import Reuse, reuse_of
-from nanovllm.entrypoints.server.api.completions import asks_usage, keeps_stop, num_choices, places_of, seeded, summed, text_of
+from nanovllm.entrypoints.server.api.completions import (
+    asks_usage,
+    keeps_stop,
+    num_choices,
+    places_of,
+    require_rows,
+    seeded,
+    summed,
+    text_of,
+)
 from nanovllm.entrypoints.server.api.logprobs import TokenForms, listed, num_top, require_listable, stop_ids
 from nanovllm.entrypoints.server.api.prompts import INT32, kept_tokens, room, usage
 from nanovllm.entrypoints.server.api.replies import StreamedReply, StreamedRow, whole, with_stops
@@ -49,10 +58,12 @@ async def chat_completions(server: Server, exchange: Exchange) -> None:
     """Answer a request."""
     body = await exchange.json()
     asked = read(body, ChatRequest)
+    exchange.salt(asked.cache_salt)
     top = num_top(asked.top_logprobs or 0, "top_logprobs")
     if top and not asked.logprobs:
         raise ApiError(400, "top_logprobs is only allowed with logprobs: true", param="top_logprobs")
     model, n = own_model(server, asked.model), num_choices(asked.n)
+    require_rows(server, n, "n")
     try:
         form, prompt = form_of(body), chat_prompt(body)
     except InvalidRequestError as error:
@@ -69,7 +80,7 @@ async def chat_completions(server: Server, exchange: Exchange) -> None:
         require_listable(n * most, top, limit)
         more["logprobs"], ends_with = top, stop_ids(server, asked)
         logprobs = [RowLogprobs(places_of(server, asked), ends_with) for _ in range(n)]
-    options = sampling(asked, server.generation, most, **more)
+    options = sampling(asked, server.generation, most, limit=limit, **more)
     params = [seeded(options, i) for i in range(n)]
     rows = [reuse.parts(ids) for _ in range(n)]
     frames = ChatFrames(server, model, ids, length, asked, prompt, [parser] * n, reuse)
@@ -142,7 +153,7 @@ class ChatFrames:
         parser, events = self._parsers[row.index].push(text)
         after = self._counted(ended.num_tokens)
         frames = self._frames(row, [*events, *parser.end()], after, ended)
-        after, logprobs = self._reuse.event(ended) + after, "null" if row.logprobs is None else self._listed(row, ended)
+        after, logprobs = self._reuse.event(row.index, ended) + after, "null" if row.logprobs is None else self._listed(row, ended)
         return (frames + self._frame(row.index, "", quoted(self._reason(row.index, ended)), after, row.told_ids(), logprobs)).encode()
 
     def tail(self, rows: list[StreamedRow]) -> bytes:

@@ -7,14 +7,17 @@ from typing import Any
 import msgspec
 
 from nanovllm.entrypoints.server.admission import given_digest
-from nanovllm.entrypoints.server.app import Server
-from nanovllm.entrypoints.server.errors import ApiError
+from nanovllm.entrypoints.server.api.prompts import too_long
+from nanovllm.entrypoints.server.app import Server, require_engine
+from nanovllm.entrypoints.server.errors import ApiError, api_error
 from nanovllm.entrypoints.server.exchange import Exchange
 from nanovllm.entrypoints.server.request_fields import Sampled
 from nanovllm.entrypoints.server.wire import Ended, Keep
+from nanovllm.errors import UnknownChunkError
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MOST_PARTS = 64  # chunks in a row
+CUT_SHORT = "chunks left no page of KV memory for the rest: delete chunks that are not needed (DELETE /v1/chunks/NAME), and ask again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,19 +42,21 @@ class Reuse:
         """The parts of a prompt that ends with these tokens."""
         return [*self.names, *([token_ids] if token_ids else [])]
 
-    def told(self, ends: list[Ended]) -> dict[str, Any]:
-        """The field `nanovllm` of the answer; empty if there is nothing to say."""
+    def told(self, ends: list[Ended], first: int = 0) -> dict[str, Any]:
+        """The field `nanovllm` of the answer; empty if there is nothing to say. The ends are those of the choices from `first` on."""
         value: dict[str, Any] = {}
         if self.names:
             value |= {"chunks": list(self.names), "exact": self.exact}
         if self.keep is not None and ends:
             kept = ends[0].kept or {"error": "the reply failed"}
             value |= {"keep_error": kept["error"]} if "error" in kept else {"kept": kept}
+        if short := [first + place for place, ended in enumerate(ends) if ended.out_of_pages]:
+            value["cut_short"] = {"choices": short, "message": CUT_SHORT}
         return {"nanovllm": value} if value else {}
 
-    def event(self, ended: Ended) -> str:
-        """The same as JSON, for the last event of a row."""
-        told = msgspec.json.encode(self.told([ended]))[1:-1].decode()
+    def event(self, index: int, ended: Ended) -> str:
+        """The same as JSON, for the last event of the choice `index`."""
+        told = msgspec.json.encode(self.told([ended], index))[1:-1].decode()
         return f",{told}" if told else ""
 
 
@@ -92,8 +97,7 @@ async def reuse_of(server: Server, exchange: Exchange, asked: Sampled, num_rows:
         num_rows: How many replies it asks for.
 
     Raises:
-        ApiError: A name is invalid, or `keep` is given for several replies.
-        UnknownChunkError: There is no such chunk.
+        ApiError: A name is invalid, there is no such chunk, the chunks are too long, or `keep` is given for several replies.
     """
     if not asked.chunks and asked.keep is None:
         return Reuse()
@@ -106,5 +110,10 @@ async def reuse_of(server: Server, exchange: Exchange, asked: Sampled, num_rows:
     if not asked.chunks:
         return Reuse(space=space, keep=keep)
     names = valid_names(asked.chunks)
-    found = await server.engine.ask("chunk_reuse", space=space, names=names)
+    try:
+        found = await server.engine.ask("chunk_reuse", space=space, names=names)
+    except UnknownChunkError as error:
+        raise api_error(error, "chunks") from None
+    if found["tokens"] >= (most := require_engine(server).max_model_len):
+        raise too_long(f"the chunks have {found['tokens']} tokens", most, "chunks")
     return Reuse(space=space, names=tuple(names), num_tokens=found["tokens"], exact=found["exact"], keep=keep)

@@ -14,6 +14,8 @@ DELETE /v1/chunks/{name}/save
 """
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import msgspec
@@ -29,7 +31,7 @@ from nanovllm.entrypoints.server.fields import InvalidParamError
 from nanovllm.entrypoints.server.messages import chat_prompt
 from nanovllm.entrypoints.server.request_fields import convert
 from nanovllm.entrypoints.server.wire import Keep
-from nanovllm.errors import InvalidRequestError
+from nanovllm.errors import ChunkExistsError, ChunkLimitError, InvalidRequestError, UnknownChunkError
 from nanovllm.tokenizer.tokenizer import TooManyTokensError
 
 MOST_SPANS = 64
@@ -44,7 +46,7 @@ class CreateRequest(msgspec.Struct, kw_only=True):
     messages: list[Any] | None = None
     token_ids: list[int] | None = None
     after: str | None = None
-    replace: bool = False
+    replace: bool | None = None
     tools: Any = None
     chat_template_kwargs: Any = None
 
@@ -55,14 +57,14 @@ class ComposeRequest(msgspec.Struct, kw_only=True):
     name: str
     names: list[str]
     recompute: int | float | Literal["all"] = 0
-    replace: bool = False
+    replace: bool | None = None
 
 
 class ForkRequest(msgspec.Struct, kw_only=True):
     """The body of `POST /v1/chunks/{name}/fork`."""
 
     to: str
-    replace: bool = False
+    replace: bool | None = None
 
 
 class TruncateRequest(msgspec.Struct, kw_only=True):
@@ -70,7 +72,7 @@ class TruncateRequest(msgspec.Struct, kw_only=True):
 
     tokens: int
     to: str | None = None
-    replace: bool = False
+    replace: bool | None = None
 
 
 class DropRequest(msgspec.Struct, kw_only=True):
@@ -79,13 +81,13 @@ class DropRequest(msgspec.Struct, kw_only=True):
     spans: list[tuple[int, int]]
     mode: Literal["recompute", "shift", "gap"] = "recompute"
     to: str | None = None
-    replace: bool = False
+    replace: bool | None = None
 
 
 class LoadRequest(msgspec.Struct, kw_only=True):
     """The body of `POST /v1/chunks/{name}/load`."""
 
-    replace: bool = False
+    replace: bool | None = None
 
 
 async def all_chunks(server: Server, exchange: Exchange) -> None:
@@ -94,9 +96,9 @@ async def all_chunks(server: Server, exchange: Exchange) -> None:
         await _send(exchange, await server.engine.ask("chunks", space=namespace(server, exchange)))
         return
     asked = convert(await exchange.json(), CreateRequest)
-    token_ids = await _tokens(server, asked)
+    given, token_ids = await _tokens(server, asked)
     after = [] if asked.after is None else [valid(asked.after, "after")]
-    await _make(server, exchange, valid(asked.name), after, token_ids, replaced=asked.replace)
+    await _make(server, exchange, valid(asked.name), after, token_ids, replaced=bool(asked.replace), given=given)
 
 
 async def one_chunk(server: Server, exchange: Exchange) -> None:
@@ -117,21 +119,23 @@ async def one_chunk(server: Server, exchange: Exchange) -> None:
 async def _compose(server: Server, exchange: Exchange) -> None:
     asked = convert(await exchange.json(), ComposeRequest)
     name, names, space = valid(asked.name), valid_names(asked.names, "names"), namespace(server, exchange)
-    if asked.recompute == "all":  # the same as a prefill of all tokens
+    with naming("names", "name"):
         token_ids = await server.engine.ask("chunk_token_ids", space=space, names=names)
-        await _make(server, exchange, name, [], token_ids, replaced=asked.replace)
-        return
-    made = await server.engine.ask(
-        "compose_chunks", space=space, names=names, to=name, recompute=asked.recompute, replaced=asked.replace,
-        namespace=exchange.namespace,
-    )  # fmt: skip
+        if asked.recompute == "all":  # the same as a prefill of all tokens
+            await _make(server, exchange, name, [], token_ids, replaced=bool(asked.replace), given="names")
+            return
+        room(server, len(token_ids) // INT32.itemsize, 1, "names")
+        made = await server.engine.ask(
+            "compose_chunks", space=space, names=names, to=name, recompute=asked.recompute, replaced=bool(asked.replace),
+            namespace=exchange.namespace,
+        )  # fmt: skip
     await _send(exchange, made)
 
 
 async def fork(server: Server, exchange: Exchange) -> None:
     """`POST /v1/chunks/{name}/fork`: a second name for the same KV."""
     asked = convert(await exchange.json(), ForkRequest)
-    await _ask(server, exchange, "fork_chunk", to=valid(asked.to, "to"), replaced=asked.replace)
+    await _ask(server, exchange, "fork_chunk", to=valid(asked.to, "to"), replaced=bool(asked.replace))
 
 
 async def truncate(server: Server, exchange: Exchange) -> None:
@@ -139,14 +143,14 @@ async def truncate(server: Server, exchange: Exchange) -> None:
     asked = convert(await exchange.json(), TruncateRequest)
     if abs(asked.tokens) > 1 << 62:
         raise ApiError(400, "tokens is out of range", param="tokens")
-    await _ask(server, exchange, "truncate_chunk", tokens=asked.tokens, **_target(exchange, asked.to, replaced=asked.replace))
+    await _ask(server, exchange, "truncate_chunk", tokens=asked.tokens, **_target(exchange, asked.to, replaced=bool(asked.replace)))
 
 
 async def drop(server: Server, exchange: Exchange) -> None:
     """`POST /v1/chunks/{name}/drop`: a chunk without spans of its tokens."""
     asked = convert(await exchange.json(), DropRequest)
     name, space = valid(exchange.scope["path_params"]["name"]), namespace(server, exchange)
-    target = _target(exchange, asked.to, replaced=asked.replace)
+    target = _target(exchange, asked.to, replaced=bool(asked.replace))
     token_ids = np.frombuffer(await server.engine.ask("chunk_token_ids", space=space, names=[name]), INT32)
     stay = np.ones(len(token_ids), bool)
     if not 1 <= len(asked.spans) <= MOST_SPANS:
@@ -159,7 +163,8 @@ async def drop(server: Server, exchange: Exchange) -> None:
     if not stay.any():
         raise ApiError(400, "spans select the whole chunk: delete it instead", param="spans")
     if asked.mode == "recompute":  # what stays before the first span is found in the prefix index
-        await _make(server, exchange, target["to"], [], token_ids[stay].tobytes(), replaced=target["replaced"])
+        own = token_ids[stay].tobytes()
+        await _make(server, exchange, target["to"], [], own, replaced=target["replaced"], given="spans", field="to")
         return
     edges = np.flatnonzero(np.diff(stay, prepend=True, append=True)).reshape(-1, 2).tolist()
     await _ask(server, exchange, "drop_spans", spans=edges, mode=asked.mode, namespace=exchange.namespace, **target)
@@ -178,13 +183,30 @@ async def save(server: Server, exchange: Exchange) -> None:
 
 async def load(server: Server, exchange: Exchange) -> None:
     """`POST /v1/chunks/{name}/load`: the chunk of a file."""
-    replaced = convert(await exchange.json(), LoadRequest).replace
+    replaced = bool(convert(await exchange.json(), LoadRequest).replace)
     await _ask(server, exchange, "load_chunk", replaced=replaced, namespace=exchange.namespace)
 
 
 async def _ask(server: Server, exchange: Exchange, function: str, **arguments: Any) -> None:
     name = valid(exchange.scope["path_params"]["name"])
-    await _send(exchange, await server.engine.ask(function, space=namespace(server, exchange), name=name, **arguments))
+    with naming(None, "to" if "to" in arguments else None):
+        made = await server.engine.ask(function, space=namespace(server, exchange), name=name, **arguments)
+    await _send(exchange, made)
+
+
+@contextmanager
+def naming(source: str | None, result: str | None) -> Iterator[None]:
+    """Tell clients which field is at fault: the one that names a chunk that is not there, or the one that names the result.
+
+    Raises:
+        ApiError: As the engine's error.
+    """
+    try:
+        yield
+    except UnknownChunkError as error:
+        raise api_error(error, source) from None
+    except (ChunkExistsError, ChunkLimitError) as error:
+        raise api_error(error, result) from None
 
 
 def _target(exchange: Exchange, to: str | None, *, replaced: bool) -> dict[str, Any]:
@@ -195,29 +217,42 @@ def _target(exchange: Exchange, to: str | None, *, replaced: bool) -> dict[str, 
 
 
 async def _make(
-    server: Server, exchange: Exchange, name: str, after: list[str], token_ids: bytes, *, replaced: bool
-) -> None:  # fmt: skip
-    """Run a prompt, which becomes a chunk. It shares steps with other requests, and ends with the connection."""
+    server: Server,
+    exchange: Exchange,
+    name: str,
+    after: list[str],
+    token_ids: bytes,
+    *,
+    replaced: bool,
+    given: str,
+    field: str = "name",
+) -> None:
+    """Run a prompt, which becomes a chunk. It shares steps with other requests, and ends with the connection.
+
+    Errors name the field that the tokens were `given` by, and the `field` of the chunk's name.
+    """
     space = namespace(server, exchange)
-    before = (await server.engine.ask("chunk_reuse", space=space, names=after))["tokens"] if after else 0
+    with naming("after", None):
+        before = (await server.engine.ask("chunk_reuse", space=space, names=after))["tokens"] if after else 0
     num_tokens = before + len(token_ids) // INT32.itemsize
-    room(server, num_tokens, 1, "text")
+    room(server, num_tokens, 1, given)
     keep = Keep(space, name, "prompt", replaced)
-    (ended,) = await whole(server, exchange, [[*after, token_ids]], [ONE_TOKEN], 0, space=space, keep=keep)
+    (ended,) = await whole(server, exchange, [[*after, token_ids]], [ONE_TOKEN], 0, space=space, keep=keep, field=field)
     await _send(exchange, {**ended.kept, "usage": usage(num_tokens, 0, ended.num_cached)})
 
 
-async def _tokens(server: Server, asked: CreateRequest) -> bytes:
+async def _tokens(server: Server, asked: CreateRequest) -> tuple[str, bytes]:
+    """The field that a chunk's tokens are given by, and the tokens."""
     given = [field for field in ("text", "messages", "token_ids") if getattr(asked, field) is not None]
     if len(given) != 1:
         raise ApiError(400, "give one of text, messages and token_ids", param=given[1] if given else "text")
     if asked.token_ids is not None:
-        return checked(server, asked.token_ids, "token_ids")
+        return "token_ids", checked(server, asked.token_ids, "token_ids")
     if asked.text is not None:
         token_ids = await encoded(server, asked.text, "text", add_special_tokens=asked.after is None)
         if not token_ids:
             raise ApiError(400, "text is empty", param="text")
-        return token_ids
+        return "text", token_ids
     most, body = require_engine(server).max_model_len, {"messages": asked.messages, "tools": asked.tools}
     if asked.chat_template_kwargs is not None:
         body["chat_template_kwargs"] = asked.chat_template_kwargs
@@ -230,7 +265,7 @@ async def _tokens(server: Server, asked: CreateRequest) -> bytes:
         raise ApiError(400, str(error), param=error.param) from None
     except InvalidRequestError as error:
         raise api_error(error, "messages") from None
-    return np.asarray(ids, INT32).tobytes()
+    return "messages", np.asarray(ids, INT32).tobytes()
 
 
 async def _send(exchange: Exchange, value: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from nanovllm.entrypoints.server.api.best_of import best, num_candidates, scoring
 from nanovllm.entrypoints.server.api.chunk_reuse import Reuse, reuse_of
 from nanovllm.entrypoints.server.api.logprobs import (
     Follower,
@@ -50,38 +51,41 @@ async def completions(server: Server, exchange: Exchange) -> None:
     """Answer a request."""
     body = await exchange.json()
     asked = read(body, CompletionRequest)
+    exchange.salt(asked.cache_salt)
     top = None if asked.logprobs is None else num_top(asked.logprobs, "logprobs")
     form = form_of(body)
     model, n = own_model(server, asked.model), num_choices(asked.n)
-    if asked.best_of not in (None, n):
-        raise ApiError(400, f"best_of={asked.best_of}: only the value of n ({n}) is supported", param="best_of")
-    named = await _prompts(server, asked, n)
+    count = num_candidates(asked.best_of, n, stream=bool(asked.stream))
+    named = await _prompts(server, asked, count, "n" if count == n else "best_of")
     prompts = [ids for _, ids in named]
-    reuse = await reuse_of(server, exchange, asked, len(prompts) * n)
+    reuse = await reuse_of(server, exchange, asked, len(prompts) * count)
     lengths = [reuse.num_tokens + len(ids) // INT32.itemsize for ids in prompts]
     most = DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens
     more = await forced(server, form)
     least = 0 if asked.echo else 1
     rooms = [room(server, length, most, name, least=least) for (name, _), length in zip(named, lengths, strict=True)]
+    if count > n:
+        more = scoring(more)
+        require_listable(count * sum(rooms), 0, "best_of")
     if top is not None:
         more["logprobs"] = top
-        require_listable(n * (sum(rooms) + (sum(lengths) if asked.echo else 0)), top, "logprobs")
+        require_listable(count * (sum(rooms) + (sum(lengths) if asked.echo else 0)), top, "logprobs")
     _require_alone(asked, scored=top is not None, nothing=most == 0)
     made = {longest: sampling(asked, server.generation, longest or 1, **more) for longest in {*rooms}}
     options = [made[longest] for longest in rooms]
-    rows = [reuse.parts(ids) for ids in prompts for _ in range(n)]
-    params = [seeded(one, i) for one in options for i in range(n)]
+    rows = [reuse.parts(ids) for ids in prompts for _ in range(count)]
+    params = [seeded(one, i) for one in options for i in range(count)]
     echoes = [_text(server, ids, asked) if asked.echo else "" for ids in prompts]
     scored, ends = [[]] * len(prompts), None if most else [NOTHING] * len(rows)
     if top is not None and asked.echo:
         following = bool(most) and asked.keep is None and all(follows_at_once(one) for one in options)
         each, followers = await prompt_scores(server, exchange, prompts, top, following=following)
         if followers is not None:  # these are the replies
-            ends = [_end(server, asked, one) for one in followers for _ in range(n)]
+            ends = [_end(server, asked, one) for one in followers for _ in range(count)]
         scored = [prompt_entries(places_of(server, asked), ids, one) for ids, one in zip(prompts, each, strict=True)]
     logprobs = None
     if top is not None:
-        ends_with, texts = stop_ids(server, asked), [echoes[i // n] for i in range(len(rows))]
+        ends_with, texts = stop_ids(server, asked), [echo for echo in echoes for _ in range(n)]
         logprobs = [RowLogprobs(places_of(server, asked), ends_with, len(text)) for text in texts]
     forms = TokenForms(server.tokenizer)
     shown_ids = [np.frombuffer(ids, INT32).tolist() for ids in prompts] if asked.return_token_ids else None
@@ -91,6 +95,7 @@ async def completions(server: Server, exchange: Exchange) -> None:
             ends = await whole(server, exchange, rows, params, asked.priority or 0, space=reuse.space, keep=reuse.keep)
             if keeps_stop(asked):
                 ends = with_stops(text_of(server, asked), ends)
+        used, ends = summed(lengths, ends), best(ends, count, n)
         choices: list[dict[str, Any]] = [
             {"index": i, "text": echoes[i // n] + end.text, "logprobs": None, "finish_reason": end.finish_reason}
             for i, end in enumerate(ends)
@@ -103,7 +108,7 @@ async def completions(server: Server, exchange: Exchange) -> None:
             for i, end in enumerate(ends):
                 choices[i] |= {"prompt_token_ids": shown_ids[i // n], "token_ids": np.frombuffer(end.token_ids, INT32).tolist()}
         answer = {"id": ident, "object": "text_completion", "created": created, "model": model, "choices": choices}
-        await exchange.respond(200, msgspec.json.encode({**answer, "usage": summed(lengths, ends), **reuse.told(ends)}))
+        await exchange.respond(200, msgspec.json.encode({**answer, "usage": used, **reuse.told(ends)}))
         return
     of_prompts = scored if asked.echo and top is not None else None
     frames = CompletionFrames(ident, created, model, echoes, shown_ids, lengths, n, asked, reuse, forms, of_prompts)
@@ -164,7 +169,7 @@ class CompletionFrames:
         """The end of one row."""
         logprobs = "null" if row.logprobs is None else self._listed(row.logprobs.take_all())
         choice = _choice(row.index, text, quoted(ended.finish_reason), row.told_ids(), logprobs)
-        return f"{self._before}{choice}]{self._reuse.event(ended)}{self._end(row.index, ended.num_tokens)}".encode()
+        return f"{self._before}{choice}]{self._reuse.event(row.index, ended)}{self._end(row.index, ended.num_tokens)}".encode()
 
     def tail(self, rows: list[StreamedRow]) -> bytes:
         """The usage, if it was asked for."""
@@ -246,6 +251,17 @@ def num_choices(n: int | None) -> int:
     return count
 
 
+def require_rows(server: Server, count: int, param: str) -> None:
+    """Refuse more replies than may wait at the same time: they would be refused however often the client came again.
+
+    Raises:
+        ApiError: There are more. It names the field `param`.
+    """
+    most = server.settings.max_waiting
+    if most is not None and count > most:
+        raise ApiError(400, f"{param}: {count} replies of one request are more than the {most} that may wait (--max-waiting)", param=param)
+
+
 def seeded(options: dict[str, Any], choice: int) -> dict[str, Any]:
     """The options of one of several choices, whose seeds differ."""
     return {**options, "seed": (options["seed"] + choice) % (1 << 63)} if choice and "seed" in options else options
@@ -257,8 +273,9 @@ def summed(lengths: list[int], ends: list[Ended]) -> dict[str, Any]:
     return usage(sum(lengths), sum(end.num_tokens for end in ends), sum(end.num_cached for end in ends[::n]))
 
 
-async def _prompts(server: Server, asked: CompletionRequest, n: int) -> list[tuple[str, bytes]]:
-    """Each prompt's place in the request, and its token ids."""
+async def _prompts(server: Server, asked: CompletionRequest, n: int, param: str) -> list[tuple[str, bytes]]:
+    """Each prompt's place in the request, and its token ids. `n` replies run to each, as the field `param` says."""
+    require_rows(server, n, param)
     prompt, listed = asked.prompt, sum(map(len, (asked.logit_bias or (), asked.stop_token_ids or (), asked.bad_words or ())))
     kept = kept_tokens(server, asked, DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens)
     if isinstance(prompt, str):
@@ -268,11 +285,11 @@ async def _prompts(server: Server, asked: CompletionRequest, n: int) -> list[tup
     if not prompt or len(prompt) > MOST_ROWS:
         raise ApiError(400, f"prompt has {len(prompt)} prompts: it must have 1 to {MOST_ROWS}", param="prompt")
     if len(prompt) * n > MOST_ROWS:
-        raise ApiError(400, f"{len(prompt)} prompts with n={n} are more than {MOST_ROWS} replies", param="n")
+        raise ApiError(400, f"{len(prompt)} prompts with {param}={n} are more than {MOST_ROWS} replies", param=param)
+    require_rows(server, len(prompt) * n, "prompt")
     if len(prompt) * n * listed > MOST_LISTED:
-        raise ApiError(
-            400, f"{len(prompt)} prompts with n={n} and {listed} logit_bias, stop_token_ids and bad_words are too many", param="prompt"
-        )
+        problem = f"{len(prompt)} prompts with {param}={n} and {listed} logit_bias, stop_token_ids and bad_words are too many"
+        raise ApiError(400, problem, param="prompt")
     found, options = list[tuple[str, bytes]](), {"add_special_tokens": not asked.chunks, "kept": kept}
     many = sum(len(one) for one in prompt if isinstance(one, str)) > SHORT
     for place, one in enumerate(prompt):

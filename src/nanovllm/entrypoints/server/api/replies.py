@@ -10,11 +10,11 @@ import msgspec
 
 from nanovllm.entrypoints.server.app import Server
 from nanovllm.entrypoints.server.engine_client import error_of
-from nanovllm.entrypoints.server.errors import ApiError, api_error
+from nanovllm.entrypoints.server.errors import ApiError, api_error, too_late
 from nanovllm.entrypoints.server.exchange import ClientGoneError, EventStream, Exchange
 from nanovllm.entrypoints.server.row_logprobs import RowLogprobs
 from nanovllm.entrypoints.server.wire import Ended, Keep, Scored
-from nanovllm.errors import NanoVLLMError
+from nanovllm.errors import ChunkExistsError, ChunkLimitError, NanoVLLMError
 from nanovllm.tokenizer.stream import TextStream
 
 DONE = b"data: [DONE]\n\n"
@@ -44,20 +44,20 @@ class Row:
         self.ended = ended
         self.rows.left -= 1
         if ended.error is not None:
-            self.rows.fail(failure(ended))
+            self.rows.fail(failure(ended, self.rows.field))
         elif not self.rows.left and not self.rows.future.done():
             self.rows.future.set_result(None)
 
     def fail(self, error: NanoVLLMError) -> None:
         """The row was refused, or the engine is lost."""
-        self.rows.fail(api_error(error))
+        self.rows.fail(refusal(error, self.rows.field))
 
 
 class Rows:
     """The rows of one request whose answer is sent whole."""
 
-    def __init__(self, count: int) -> None:
-        self.left = count
+    def __init__(self, count: int, field: str) -> None:
+        self.left, self.field = count, field
         self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.rows = [Row(self) for _ in range(count)]
 
@@ -76,14 +76,15 @@ async def whole(
     *,
     space: str = "",
     keep: Keep | None = None,
+    field: str = "keep",
 ) -> list[Ended]:
-    """Run rows to their ends. The arguments are those of `EngineClient.submit`.
+    """Run rows to their ends. The arguments are those of `EngineClient.submit`, but for `field`, which gives the name of the chunk `keep`.
 
     Raises:
         ApiError: A row failed.
         ClientGoneError: The client has gone; the rows are cancelled.
     """
-    rows = Rows(len(prompts))
+    rows = Rows(len(prompts), field)
     more: Any = {"priority": priority, "space": space, "keep": keep, "namespace": exchange.namespace}
     ids = server.engine.submit(prompts, params, [*rows.rows], streamed=False, **more)
     gone = asyncio.ensure_future(exchange.disconnected())
@@ -202,7 +203,7 @@ class StreamedRow:
 
     def fail(self, error: NanoVLLMError) -> None:
         """The row was refused, or the engine is lost."""
-        self.reply.cut_off(api_error(error))
+        self.reply.cut_off(refusal(error))
 
 
 class ScoredRow(StreamedRow):
@@ -296,10 +297,14 @@ class StreamedReply:
         engine = self._server.engine
         more: Any = {"priority": priority, "space": space, "keep": keep, "namespace": self._exchange.namespace}
         self._ids = engine.submit(prompts, params, [*self.rows], streamed=True, **more)
+        when, loop = self._exchange.take_deadline(), asyncio.get_running_loop()
+        timer = None if when is None else loop.call_at(when, self._late)
         try:
             await self.started
             await self._exchange.disconnected()
         finally:
+            if timer is not None:
+                timer.cancel()
             engine.cancel(self._ids)
             if self._events is not None:
                 self._events.forget()
@@ -357,6 +362,11 @@ class StreamedReply:
             return
         self._events.end(self._failed(error))
 
+    def _late(self) -> None:
+        """End what still runs, because the request has taken as long as it may. What has ended may still be read."""
+        if any(row.ended is None for row in self.rows):
+            self.cut_off(too_late(self._server.settings.request_timeout))
+
     def _resumed(self) -> None:
         if self._cut is not None:
             self.cut_off(self._cut)
@@ -387,7 +397,12 @@ def error_event(error: ApiError) -> bytes:
     return b"data: " + error.body() + b"\n\n" + DONE
 
 
-def failure(ended: Ended) -> ApiError:
-    """The error of a row that failed."""
+def failure(ended: Ended, field: str = "keep") -> ApiError:
+    """The error of a row that failed. `field` is as in `refusal`."""
     assert ended.error is not None
-    return api_error(error_of(*ended.error))
+    return refusal(error_of(*ended.error), field)
+
+
+def refusal(error: NanoVLLMError, field: str = "keep") -> ApiError:
+    """The answer for an error of the engine. One about the chunk that a request should become names the `field` of the chunk's name."""
+    return api_error(error, field if isinstance(error, ChunkExistsError | ChunkLimitError) else None)

@@ -85,6 +85,7 @@ async def responses(server: Server, exchange: Exchange) -> None:
     """Answer a request."""
     body = await exchange.json()
     asked, prompt, form = _read(body)
+    exchange.salt(asked.cache_salt)
     model = own_model(server, asked.model)
     reuse = await reuse_of(server, exchange, asked, 1)
     ids = await _prompt_ids(server, asked, prompt, reuse.num_tokens)
@@ -95,7 +96,7 @@ async def responses(server: Server, exchange: Exchange) -> None:
     if LOGPROBS in (asked.include or ()):
         require_listable(most, top, "max_output_tokens")
         more["logprobs"], logprobs = top, RowLogprobs(places_of(server, asked), stop_ids(server, asked))
-    options = sampling(asked, server.generation, most, **more)
+    options = sampling(asked, server.generation, most, limit="max_output_tokens", **more)
     frames = ResponseFrames(server, _echo(asked, prompt, body, model, options), length, parser, reuse, logprobs)
     priority = asked.priority or 0
     if asked.stream:

@@ -56,8 +56,9 @@ CHUNK = {
     "exact": BOOLEAN,
     "operations": array(STRING),
 }
+CUT_SHORT = obj({"choices": array(INTEGER), "message": STRING})  # replies that ended because chunks held all pages
 REUSED: Schema = {  # what a reply reused of chunks, and which it kept
-    "nanovllm": obj({}, {"chunks": array(STRING), "exact": BOOLEAN, "kept": ref("Chunk"), "keep_error": STRING})
+    "nanovllm": obj({}, {"chunks": array(STRING), "exact": BOOLEAN, "kept": ref("Chunk"), "keep_error": STRING, "cut_short": CUT_SHORT})
 }
 REASONS = words("stop", "length", "tool_calls", None)
 STATUS = words("in_progress", "completed", "incomplete")

@@ -17,14 +17,15 @@ ERRORS = {
     "404": "There is no such path or model",
     "405": "Another method is needed",
     "408": "The body came too slowly",
-    "409": "The name is taken",
+    "409": "The name is taken, or the file is of another model or KV dtype",
     "413": "The body is too long",
     "415": "The body is not JSON",
     "429": "Too many requests wait: try again later",
     "500": "An error of the server",
     "503": "The engine is starting, has failed, or has no memory left: try again later",
+    "504": "The request took longer than the server allows",
 }
-WITHOUT_BODY = ("400", "401", "403", "404", "500", "503")
+WITHOUT_BODY = ("400", "401", "403", "404", "500", "503", "504")
 ABOUT = "OpenAI's interface for a language model. Unknown fields of requests are ignored, unless they are similar to a known one."
 
 

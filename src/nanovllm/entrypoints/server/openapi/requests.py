@@ -86,7 +86,7 @@ NOTES: Mapping[str, str] = MappingProxyType(
         "max_output_tokens": "The most tokens of the reply; by default what is left of the context.",
         "prompt": "A text, several texts, token ids, or several lists of token ids.",
         "echo": "Whether the text begins with the prompt. `max_tokens` may then be 0.",
-        "best_of": "Only the value of `n` is supported.",
+        "best_of": "How many replies to each prompt run, in [`n`, 128]: the `n` whose tokens are the most probable are returned.",
         "messages": "The conversation. Its last message is not the assistant's, unless `continue_final_message` is set.",
         "tools": "The functions that the reply may call.",
         "tool_choice": '`"none"`, `"auto"`, `"required"`, a function, or the functions that may be called.',
@@ -108,6 +108,7 @@ NOTES: Mapping[str, str] = MappingProxyType(
         'responses `"message.output_text.logprobs"` in `include`.',
         "logprobs": "The log-probabilities of the reply's tokens: in chats true, in completions how many of the most probable tokens are "
         "listed in the place of each token, in [0, 20]. With `echo` those of the prompt, too.",
+        "cache_salt": "The KV of the prompt is shared only with requests of the same key that have the same salt.",
         "chunks": "Names of chunks before the prompt.",
         "keep": "The name under which prompt and reply become a chunk.",
         "keep_thinking": "Whether that chunk has the think block.",

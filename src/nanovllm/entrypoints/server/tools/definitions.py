@@ -54,7 +54,8 @@ def read_tools(value: Any, param: str = "tools") -> tuple[Tool, ...]:
     tools = tuple(_tool(each, f"{param}[{place}]") for place, each in enumerate(listed(value, param, MAX_TOOLS)))
     for place, tool in enumerate(tools):
         if tool.name in {earlier.name for earlier in tools[:place]}:
-            raise InvalidParamError(f"{param}[{place}].function.name", f"is {tool.name!r} once more; names must differ")
+            inner = ".function" if "function" in value[place] else ""
+            raise InvalidParamError(f"{param}[{place}]{inner}.name", f"is {tool.name!r} once more; names must differ")
     total = check_json([tool.definition for tool in tools], param)
     if total > MAX_TOOLS_CHARS:
         raise InvalidParamError(param, f"has {total} characters; at most {MAX_TOOLS_CHARS} are allowed")
