@@ -252,8 +252,13 @@ MUTANTS: tuple[Mutant, ...] = (
         ("the replies of a step take no time", "rest = max(0.0, max_step_ms - alone)", "rest = max(0.0, max_step_ms)"),
         (
             "the context is measured without one",
-            "_milliseconds(model, executor, kv, pool, context, count)",
-            "_milliseconds(model, executor, kv, pool, 0, count)",
+            "_milliseconds(model, executor, kv, pool, context, count, STEADY)",
+            "_milliseconds(model, executor, kv, pool, 0, count, STEADY)",
+        ),
+        (
+            "only the first steps are measured",
+            "took, kv = _milliseconds(model, executor, kv, pool, 0, count, STEADY)",
+            "took, kv = _milliseconds(model, executor, kv, pool, 0, count)",
         ),
     ),
     *bugs(

@@ -3,7 +3,9 @@
 import math
 import reprlib
 import time
+from contextlib import suppress
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from nanovllm.state.request import Request, Sequence
 from nanovllm.state.vector import IntVector
 
 REPEATS = 2  # of each measurement, whose least counts: the first one may compile
+STEADY = 0.25  # seconds for which the chosen piece is repeated: a GPU under load lowers its clocks within a few steps
 CONTEXT = 8192  # tokens of context with which a piece is measured again
 MOST_MS = 1e9  # eleven days: whoever wants longer steps wants no bound
 FAINT = 1 << 20  # the tokens of context with which a token counts twice, where context hardly matters
@@ -48,7 +51,8 @@ def bounded(
     """Donates `kv`. The limits with a bound on prompt tokens by which a step takes about `max_step_ms` milliseconds.
 
     A step for one token tells what the replies of a step take. Pieces of a prompt are doubled from `LEAST` tokens on until one takes as
-    long as the rest of the step may, and this piece is run again after `CONTEXT` tokens. What is written is in free pages.
+    long as the rest of the step may. This piece is repeated for a while, as in an engine under load, and then again after `CONTEXT` tokens.
+    What is written is in free pages.
 
     Returns:
         The limits, and the KV memory. The bound is a multiple of `LEAST` tokens, and at least so many.
@@ -62,14 +66,16 @@ def bounded(
         alone, kv = _milliseconds(model, executor, kv, pool, 0, 1)
         rest = max(0.0, max_step_ms - alone)
         took, kv = _milliseconds(model, executor, kv, pool, 0, count)
-        while took < rest and count < most:
-            longer, kv = _milliseconds(model, executor, kv, pool, 0, min(2 * count, most))
-            count, took = min(2 * count, most), longer
+        with suppress(torch.OutOfMemoryError):  # the last piece that fits is the largest one
+            while took < rest and count < most:
+                longer, kv = _milliseconds(model, executor, kv, pool, 0, min(2 * count, most))
+                count, took = min(2 * count, most), longer
+        took, kv = _milliseconds(model, executor, kv, pool, 0, count, STEADY)
         context = min(CONTEXT, longest - count)
         if pool.frames is None and context >= LEAST:
-            longer, kv = _milliseconds(model, executor, kv, pool, context, count)
+            longer, kv = _milliseconds(model, executor, kv, pool, context, count, STEADY)
             doubling = _doubling(took, longer, context)
-    except torch.OutOfMemoryError:  # the last piece that fits is the largest one
+    except torch.OutOfMemoryError:
         if not took:
             return replace(limits, max_prefill_tokens=LEAST), kv
     tokens = int(rest * count / took) // LEAST * LEAST
@@ -81,13 +87,19 @@ def _doubling(took: float, longer: float, context: int) -> int:
     return FAINT if longer <= took else min(FAINT, max(1, math.ceil(context * took / (longer - took))))
 
 
-def _milliseconds(model: Model, executor: Executor, kv: KVState, pool: Pool, context: int, count: int) -> tuple[float, KVState]:
-    """Donates `kv`. The time of a prompt of `count` tokens after `context` others, and the KV memory."""
+def _milliseconds(
+    model: Model, executor: Executor, kv: KVState, pool: Pool, context: int, count: int, seconds: float = 0.0
+) -> tuple[float, KVState]:
+    """Donates `kv`. The time of a prompt of `count` tokens after `context` others, and the KV memory.
+
+    It is the least of `REPEATS` times. With `seconds` the prompt is repeated for so long, and the median of the second half counts.
+    """
     taken = pools.allocate(pool, pages_for(context + count + 1, pool.prefix.page_size))
     assert taken is not None
     pool, pages = taken
     sampling, times = SamplingParams(temperature=0.0, max_tokens=1), []
-    for _ in range(REPEATS):
+    end = time.perf_counter() + seconds
+    while len(times) < REPEATS or time.perf_counter() < end:
         request = Request(
             request_id=-1, num_prompt=context + count, sampling=sampling, seed=0, max_len=context + count + 1, stop_ids=frozenset(),
             arrival=0.0,
@@ -98,4 +110,4 @@ def _milliseconds(model: Model, executor: Executor, kv: KVState, pool: Pool, con
         drawn, kv = executor.prefill(model, kv, [(row, count)], frames=pool.frames)
         assert drawn is not None  # the token is on the host, so the device has ended
         times.append(time.perf_counter() - start)
-    return 1e3 * min(times), kv
+    return 1e3 * (median(times[len(times) // 2 :]) if seconds else min(times)), kv

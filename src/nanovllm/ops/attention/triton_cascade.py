@@ -53,8 +53,8 @@ def _read(
     """
     FP8: tl.constexpr = kv.dtype.element_ty == tl.float8e4nv
     PAIRS: tl.constexpr = FP8 and q.dtype != tl.float32
-    EACH: tl.constexpr = 2 if PAIRS else 1  # channels of an element
-    NOTHING: tl.constexpr = 0 if PAIRS else 0.0
+    EACH: tl.constexpr = 2 if PAIRS else 1  # channels of an element  # pyright: ignore[reportAssignmentType]
+    NOTHING: tl.constexpr = 0 if PAIRS else 0.0  # pyright: ignore[reportAssignmentType]
     VALUES: tl.constexpr = K * S * (D + SCALE_BYTES) if FP8 else K * S * D
     PAGE: tl.constexpr = 2 * VALUES
     WHOLE: tl.constexpr = N % S == 0

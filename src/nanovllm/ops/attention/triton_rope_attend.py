@@ -69,7 +69,7 @@ def _tile(
     """
     FP8: tl.constexpr = kv.dtype.element_ty == tl.float8e4nv
     VALUES: tl.constexpr = K * S * (D + SCALE_BYTES) if FP8 else K * S * D
-    NOTHING: tl.constexpr = 0 if EACH == 2 else 0.0
+    NOTHING: tl.constexpr = 0 if EACH == 2 else 0.0  # pyright: ignore[reportAssignmentType]
     ok = _visible(t, seen, old, WINDOWED)
     pages = tl.load(tables + t // S, mask=ok, other=0, cache_modifier=".cg").to(tl.int64)
     elements = as_pairs(kv) if EACH == 2 else kv
@@ -175,8 +175,8 @@ def _rope_attend(
     FP8: tl.constexpr = kv.dtype.element_ty == tl.float8e4nv
     VALUES: tl.constexpr = K * S * (D + SCALE_BYTES) if FP8 else K * S * D
     PAIRS: tl.constexpr = FP8 and qkv.dtype.element_ty != tl.float32
-    EACH: tl.constexpr = 2 if PAIRS else 1
-    NOTHING: tl.constexpr = 0 if PAIRS else 0.0
+    EACH: tl.constexpr = 2 if PAIRS else 1  # pyright: ignore[reportAssignmentType]
+    NOTHING: tl.constexpr = 0 if PAIRS else 0.0  # pyright: ignore[reportAssignmentType]
     last = tl.load(seq_lens + b, cache_modifier=".cg") - 1
     seen, skipped = last, 0
     if WINDOWED:
