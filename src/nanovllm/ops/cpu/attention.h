@@ -6,6 +6,8 @@
 #include <math.h>
 #include "exponential.h"
 #include "kv.h"
+#define PAGES_AHEAD 2  // how many pages a block is asked for in advance
+#define ASKED 8192     // the most bytes of it
 
 // tanh(x) after Cephes' tanhf: a polynomial near 0, where the quotient would lose its digits.
 INLINE float soft(float x) {
@@ -120,6 +122,14 @@ INLINE void times_scales(float *row, const char *scales, int64_t lo, int64_t hi)
     for (int64_t s = lo; s < hi; s++) row[s] *= load1(scales, s, 0);
 }
 
+// Asks for a block that is read soon: pages lie anywhere, so the processor cannot guess where the next one is.
+INLINE void ask_ahead(struct pages p, const int32_t *table, int64_t page, int64_t pages, int kind, int64_t head, int type) {
+    const int64_t size = block_of(p, 0, 0, 1, type) - p.base, most = size < ASKED ? size : ASKED;
+    if (page + PAGES_AHEAD >= pages) return;
+    const char *next = block_of(p, table[page + PAGES_AHEAD], kind, head, type);
+    for (int64_t i = 0; i < most; i += 64) __builtin_prefetch(next + i);
+}
+
 // In place: scores become weights that are not yet divided by their sum, which is returned.
 INLINE float weights_of(float *row, int64_t n, struct limits limits) {
     for (int64_t i = 0; i < n; i++) row[i] *= limits.scale;
@@ -143,8 +153,10 @@ INLINE void attend(float *q, int64_t G, struct pages p, int64_t b, int64_t head,
     const int64_t length = p.seq_lens[b], D = p.head_dim, S = p.page_size;
     const int64_t first = limits.window && limits.window < length ? length - limits.window : 0;
     const int32_t *table = p.tables + b * p.width;
+    const int64_t count = (length + S - 1) / S;
     for (int64_t start = first / S * S; start < length; start += S) {
         const char *keys = block_of(p, table[start / S], KEYS, head, type);
+        ask_ahead(p, table, start / S, count, KEYS, head, type);
         const int64_t lo = first > start ? first - start : 0, hi = length - start < S ? length - start : S;
         score_keys(q, G, D, keys, lo, hi, scores + start, length, type);
         for (int64_t g = 0; type == KV_FP8 && g < G; g++) times_scales(scores + g * length + start, scales_of(p, keys), lo, hi);
@@ -154,6 +166,7 @@ INLINE void attend(float *q, int64_t G, struct pages p, int64_t b, int64_t head,
     for (int64_t g = 0; g < G; g++) totals[g] = weights_of(scores + g * length + first, length - first, limits);
     for (int64_t start = first / S * S; start < length; start += S) {
         const char *values = block_of(p, table[start / S], VALUES, head, type);
+        ask_ahead(p, table, start / S, count, VALUES, head, type);
         const int64_t lo = first > start ? first - start : 0, hi = length - start < S ? length - start : S;
         for (int64_t g = 0; type == KV_FP8 && g < G; g++) times_scales(scores + g * length + start, scales_of(p, values), lo, hi);
         mix_values(mixed, G, D, values, lo, hi, scores + start, length, type);
