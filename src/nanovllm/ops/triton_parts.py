@@ -1,9 +1,16 @@
-"""Functions that several Triton kernels share: rounding, activations, norm weights, score scales and soft caps."""
+"""What several Triton kernels share: options of launches, rounding, activations, norm weights, score scales and soft caps."""
+
+from typing import Any
 
 import triton
 import triton.language as tl
 
 LOG2E = 1.4426950408889634
+
+
+def launch_options(warps: int, pdl: bool) -> dict[str, Any]:
+    """Return the options of a launch with this number of warps; with `pdl`, it may begin before the kernel before it has ended."""
+    return {"num_warps": warps} | ({"launch_pdl": True} if pdl else {})
 
 
 def score_scales(scale: float, softcap: float) -> tuple[float, float]:

@@ -1,7 +1,7 @@
 """A decode step on a CPU: one C call per layer and one for the head (`ops/cpu/kernels.c`), in place of dozens of small ops.
 
 The functions replace a model's `layer` and `layers.head`, and agree with them within rounding. The bits of a row do not depend on the
-other rows. Matrices may be quantised.
+other rows. Matrices may be quantised, and KV may be in FP8.
 """
 
 import ctypes
@@ -17,6 +17,7 @@ from nanovllm.models.common.params import Layer, Params, matrices
 from nanovllm.models.fast.choice import beyond
 from nanovllm.ops.cpu.build import library
 from nanovllm.ops.cpu.native import DTYPES, SOURCE, SYMBOLS, Matrix, functions
+from nanovllm.ops.kv_cache.fp8 import FP8, head_dim_of, in_fp8
 from nanovllm.ops.linear.cpu_product import as_struct, cells, unsupported
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.state.kv_cache import KVState
@@ -28,7 +29,7 @@ POINTERS = (
     "cos", "sin", "tables", "seq_lens", "slots", "pages", "scratch", "cells", "out",
 )  # fmt: skip
 MATRICES = ("qkv", "o", "gate_up", "down")
-SIZES = ("B", "M", "H", "K", "D", "F", "width", "num_pages", "page_size", "threads", "bf16", "window")
+SIZES = ("B", "M", "H", "K", "D", "F", "width", "num_pages", "page_size", "threads", "bf16", "fp8", "window")
 
 
 class LayerArgs(ctypes.Structure):
@@ -43,14 +44,17 @@ class LayerArgs(ctypes.Structure):
 
 
 def serves(params: Params[Tensor], kv: KVState, batch: Batch, config: ModelConfig) -> bool:
-    """Whether these functions can run the step: a decode batch in float32 or bfloat16 on a CPU, eagerly, with a C compiler."""
+    """Whether these functions can run the step: a decode batch in float32 or bfloat16 on a CPU, eagerly, with a C compiler.
+
+    KV may be in FP8.
+    """
     embed, pages = params.embed, kv.pools[0]
     return (
         batch.cu_seqlens is None
         and batch.plan == 0
         and embed.device.type == pages.device.type == batch.input_ids.device.type == "cpu"
         and embed.dtype in DTYPES
-        and pages.dtype == embed.dtype
+        and pages.dtype in (embed.dtype, FP8)
         and pages.is_contiguous()
         and type(batch.input_ids) is type(pages) is Tensor
         and not unknown(params, config)
@@ -105,7 +109,8 @@ def decode_layer(
         TypeError: A weight has another dtype than the activations.
         IndexError: A slot or a page table points outside the pool. Nothing was written.
     """
-    (num_rows, hidden_size), (_, num_pages, _, num_kv_heads, page_size, head_dim) = x.shape, pages.shape
+    (num_rows, hidden_size), (_, num_pages, _, num_kv_heads, page_size, _) = x.shape, pages.shape
+    head_dim = head_dim_of(pages)
     assert w.gate_up is not None and w.down is not None
     products = (w.qkv, w.o, w.gate_up, w.down)
     heads_dim, intermediate = config.num_heads * head_dim, w.down.columns if isinstance(w.down, QuantisedMatrix) else w.down.shape[1]
@@ -129,7 +134,7 @@ def decode_layer(
         *(None if tensor is None else tensor.data_ptr() for tensor in memory),
         pages[index].data_ptr(), scratch.data_ptr(), room.data_ptr(), out.data_ptr(), *(struct for struct, _ in structs),
         num_rows, hidden_size, config.num_heads, num_kv_heads, head_dim, intermediate, width, num_pages, page_size, threads,
-        x.dtype == torch.bfloat16, batch.window, config.rms_norm_eps, config.scale, config.attention_softcap,
+        x.dtype == torch.bfloat16, in_fp8(pages), batch.window, config.rms_norm_eps, config.scale, config.attention_softcap,
     )  # fmt: skip
     if _functions().nanovllm_layer(ctypes.byref(args)):
         raise IndexError(

@@ -31,7 +31,7 @@ from nanovllm.ops.kv_cache.triton_fp8 import (
     slot_of_head,
     whole,
 )
-from nanovllm.ops.triton_parts import gained, score_scales, soft_capped
+from nanovllm.ops.triton_parts import gained, launch_options, score_scales, soft_capped
 from nanovllm.types import Float, Float32, Int32, Tensor
 
 HEADS = 8  # heads per program of `_rope_write`
@@ -371,7 +371,7 @@ def launch(
     num_heads = width // head_dim - 2 * num_kv_heads
     out = torch.empty((rows, num_heads * head_dim), dtype=qkv.dtype, device=qkv.device)
     factor, cap = score_scales(scale, softcap)
-    options = {"num_warps": plan.warps} | ({"launch_pdl": True} if pdl else {})
+    options = launch_options(plan.warps, pdl)
     kernel: Any = _rope_attend
     with torch.cuda.device_of(qkv):
         kernel[(num_kv_heads, plan.splits, rows)](
@@ -401,7 +401,7 @@ def write(
     num_heads = width // head_dim - 2 * num_kv_heads
     heads = qkv.view(rows, -1, head_dim)
     out = heads[:, :num_heads] if keep else torch.empty((rows, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
-    options = {"num_warps": 2} | ({"launch_pdl": True} if pdl else {})
+    options = launch_options(2, pdl)
     kernel: Any = _rope_write
     with torch.cuda.device_of(qkv):
         kernel[(rows, triton.cdiv(num_heads, HEADS) + 2 * triton.cdiv(num_kv_heads, HEADS))](

@@ -2,16 +2,15 @@
 //
 // A row's bits depend on no other row, on no number of rows and of threads: every dot product runs down its K in 16 lanes with one
 // accumulator each and adds the lanes in a fixed tree; every row and every key/value head of a row is one thread's work.
-// Weights and pages are float32 or bfloat16 (`bf16` != 0); all arithmetic is float32, but for products with quantised matrices (quantised.h).
-#include <math.h>
+// Weights and pages are float32 or bfloat16 (`bf16` != 0), pages also FP8 (`fp8` != 0, kv.h); all arithmetic is float32, but for products with
+// quantised matrices (quantised.h).
 #ifdef _OPENMP
 #include <omp.h>
 #define THREAD omp_get_thread_num()
 #else
 #define THREAD 0
 #endif
-#include "exponential.h"
-#include "quantised.h"
+#include "attention.h"
 
 // ---- rows -------------------------------------------------------------------------------------------------------------------------
 
@@ -23,17 +22,6 @@ INLINE void rms_norm(const void *x, int64_t at, const void *gain, float *out, in
     }
     float scale = 1.0f / sqrtf(lanes_sum(squares) / (float)n + eps);
     for (int64_t k = 0; k < n; k++) out[k] = load1(x, at + k, x16) * scale * load1(gain, k, bf16);
-}
-
-// tanh(x) after Cephes' tanhf: a polynomial near 0, where the quotient would lose its digits.
-INLINE float soft(float x) {
-    float z = x * x, e = exp_negative(-2.0f * fabsf(x));
-    float p = -5.70498872745e-3f;
-    p = p * z + 2.06390887954e-2f;
-    p = p * z - 5.37397155531e-2f;
-    p = p * z + 1.33314422036e-1f;
-    p = p * z - 3.33332819422e-1f;
-    return fabsf(x) < 0.625f ? p * z * x + x : copysignf((1.0f - e) / (1.0f + e), x);
 }
 
 INLINE float silu(float x) {
@@ -50,56 +38,6 @@ INLINE void norm_and_turn(float *x, const void *gain, const float *cos, const fl
     }
     for (int64_t d = 0; d < D / 2; d++) x[d] = scratch[d] * cos[d] + scratch[d + D / 2] * sin[d];
     for (int64_t d = D / 2; d < D; d++) x[d] = scratch[d] * cos[d] + scratch[d - D / 2] * sin[d];
-}
-
-// ---- attention --------------------------------------------------------------------------------------------------------------------
-
-struct pages {
-    char *base;  // of one layer, [N, 2, K, S, D]
-    const int32_t *tables, *seq_lens;
-    int64_t width, page_size, num_kv_heads, head_dim;
-};
-
-INLINE int64_t place(struct pages p, int64_t page, int64_t kind, int64_t head) {
-    return ((page * 2 + kind) * p.num_kv_heads + head) * p.page_size * p.head_dim;
-}
-
-// How a query attends: scores are scaled, capped where `softcap` is not 0; it sees the last `window` keys, or all where that is 0.
-struct limits {
-    float scale, softcap;
-    int64_t window;
-};
-
-// G query heads `q` over one key/value head of row b; the result replaces `q`. `scores` holds G * seq_len floats.
-INLINE void attend(float *q, int64_t G, struct pages p, int64_t b, int64_t head, struct limits limits, float *scores, float *mixed, int bf16) {
-    int64_t length = p.seq_lens[b], D = p.head_dim, S = p.page_size;
-    int64_t first = limits.window && limits.window < length ? length - limits.window : 0;
-    const int32_t *table = p.tables + b * p.width;
-    for (int64_t start = first / S * S; start < length; start += S) {
-        int64_t at = place(p, table[start / S], 0, head), count = length - start < S ? length - start : S;
-        for (int64_t s = first > start ? first - start : 0; s < count; s++)
-            for (int64_t g = 0; g < G; g++) scores[g * length + start + s] = dot(q + g * D, p.base, at + s * D, D, bf16) * limits.scale;
-    }
-    for (int64_t g = 0; g < G; g++) {
-        float *row = scores + g * length, total = 0;
-        if (limits.softcap != 0)
-            for (int64_t i = first; i < length; i++) row[i] = limits.softcap * soft(row[i] / limits.softcap);
-        float top = row[first];
-        for (int64_t i = first + 1; i < length; i++) top = row[i] > top ? row[i] : top;
-        for (int64_t i = first; i < length; i++) row[i] = exp_negative(row[i] - top);
-        for (int64_t i = first; i < length; i++) total += row[i];
-        for (int64_t i = first; i < length; i++) row[i] /= total;
-    }
-    memset(mixed, 0, G * D * sizeof *mixed);
-    for (int64_t start = first / S * S; start < length; start += S) {
-        int64_t at = place(p, table[start / S], 1, head), count = length - start < S ? length - start : S;
-        for (int64_t g = 0; g < G; g++)
-            for (int64_t s = first > start ? first - start : 0; s < count; s++) {
-                float weight = scores[g * length + start + s];
-                for (int64_t d = 0; d < D; d++) mixed[g * D + d] += weight * load1(p.base, at + s * D + d, bf16);
-            }
-    }
-    memcpy(q, mixed, G * D * sizeof *q);
 }
 
 // ---- entry points -----------------------------------------------------------------------------------------------------------------
@@ -122,11 +60,11 @@ struct layer_args {
     struct cell *cells;
     void *out;
     struct matrix qkv, o, gate_up, down;
-    int64_t B, M, H, K, D, F, width, num_pages, page_size, threads, bf16, window;
+    int64_t B, M, H, K, D, F, width, num_pages, page_size, threads, bf16, fp8, window;
     float eps, scale, softcap;
 };
 
-INLINE void layer(const struct layer_args *a, int bf16) {
+INLINE void layer(const struct layer_args *a, int bf16, int type) {
     const int64_t B = a->B, M = a->M, D = a->D, F = a->F, G = a->H / a->K, X = (a->H + 2 * a->K) * D, HD = a->H * D;
     const int64_t a_thread = G * a->width * a->page_size + (G + 1) * D;
     const struct pages pages = {a->pages, a->tables, a->seq_lens, a->width, a->page_size, a->K, D};
@@ -143,17 +81,15 @@ INLINE void layer(const struct layer_args *a, int bf16) {
             int64_t b = task / a->K, head = task % a->K, page = a->slots[b] / a->page_size, slot = a->slots[b] % a->page_size;
             float *k = heads + b * X + HD + head * D, *v = k + a->K * D, *scratch = own + THREAD * a_thread;
             norm_and_turn(k, a->k_norm, a->cos + b * D, a->sin + b * D, D, a->eps, bf16, scratch);
-            for (int64_t d = 0; d < D; d++) {
-                store1(a->pages, place(pages, page, 0, head) + slot * D + d, k[d], bf16);
-                store1(a->pages, place(pages, page, 1, head) + slot * D + d, v[d], bf16);
-            }
+            write_head(k, pages, block_of(pages, page, KEYS, head, type), slot, bf16, type);
+            write_head(v, pages, block_of(pages, page, VALUES, head, type), slot, bf16, type);
         }
 #pragma omp for schedule(static)
         for (int64_t task = 0; task < B * a->K; task++) {
             int64_t b = task / a->K, head = task % a->K;
             float *q = heads + b * X + head * G * D, *scratch = own + THREAD * a_thread;
             for (int64_t g = 0; g < G; g++) norm_and_turn(q + g * D, a->q_norm, a->cos + b * D, a->sin + b * D, D, a->eps, bf16, scratch);
-            attend(q, G, pages, b, head, limits, scratch + G * D, scratch, bf16);
+            attend(q, G, pages, b, head, limits, scratch + G * D, scratch, type);
             memcpy(mixed + b * HD + head * G * D, q, G * D * sizeof *q);
         }
         multiply(mixed, B, HD, &a->o, M, (struct target){a->o_bias, a->x, middle, bf16, 0}, a->cells, bf16);
@@ -175,7 +111,10 @@ int nanovllm_layer(const struct layer_args *a) {
         for (int64_t p = 0; p < count; p++)
             if (a->tables[b * a->width + p] < 0 || a->tables[b * a->width + p] >= a->num_pages) return -1;
     }
-    if (a->bf16) layer(a, 1); else layer(a, 0);
+    if (a->fp8 && a->bf16) layer(a, 1, KV_FP8);
+    else if (a->fp8) layer(a, 0, KV_FP8);
+    else if (a->bf16) layer(a, 1, KV_BFLOAT16);
+    else layer(a, 0, KV_FLOAT32);
     return 0;
 }
 

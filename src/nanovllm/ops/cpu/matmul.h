@@ -2,6 +2,9 @@
 #pragma once
 #include <stdint.h>
 #include <string.h>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 #define LANES 16
 #define STRIP 32  // weight rows that stay in cache while all rows of x pass
 #define INLINE static inline __attribute__((always_inline))
@@ -16,12 +19,23 @@ typedef int32_t places __attribute__((vector_size(64)));
 typedef uint32_t bits __attribute__((vector_size(64)));
 typedef uint16_t halves __attribute__((vector_size(32)));
 
+// Unsigned integers of 16 bits as integers of 32 bits, by one instruction where GCC's own conversion takes many.
+INLINE bits wider(halves h) {
+#if defined(__AVX512F__)
+    __m256i narrow;
+    memcpy(&narrow, &h, sizeof narrow);
+    return (bits)_mm512_cvtepu16_epi32(narrow);
+#else
+    return __builtin_convertvector(h, bits);
+#endif
+}
+
 INLINE vec load(const void *p, int64_t i, int bf16) {
     vec v;
     if (bf16) {
         halves h;
         memcpy(&h, (const uint16_t *)p + i, sizeof h);
-        bits wide = __builtin_convertvector(h, bits) << 16;
+        bits wide = wider(h) << 16;
         memcpy(&v, &wide, sizeof v);
     } else {
         memcpy(&v, (const float *)p + i, sizeof v);

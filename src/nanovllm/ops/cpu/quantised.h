@@ -6,9 +6,6 @@
 // float32. So a row's bits depend on no other row and on no number of threads.
 #pragma once
 #include "matmul.h"
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
 #if defined(__AVX512BW__) && defined(__AVX512F__)
 #define WIDE 16
 #else

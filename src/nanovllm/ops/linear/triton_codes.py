@@ -8,8 +8,12 @@ computed by plain operations, which Triton's interpreter can run.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # (assembly kept as `tl.constexpr`, types of kernels' arguments, and functions that return several tensors)
 
+import torch
 import triton
 import triton.language as tl
+
+from nanovllm.ops.linear.quantised import QuantisedMatrix
+from nanovllm.types import Tensor
 
 # Of 4 bytes, two go into a register of two bfloat16 numbers each. With 0x43 as the upper byte, a number is 128 + its low bits.
 INT4_BF16 = tl.constexpr("""{
@@ -89,6 +93,15 @@ INT8_FLOAT = tl.constexpr("""{
     cvt.f32.f16 $2, c;
     cvt.f32.f16 $3, d;
 }""")
+
+
+def operands(matrix: QuantisedMatrix, *, words: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a matrix's codes, scales and zeros as kernels take them. Scales stand in for zeros that are absent.
+
+    Codes are uint8 of two nibbles, or int8, whose bits may be those of FP8. With `words`, four bytes of codes are an int32.
+    """
+    codes = matrix.codes.view(torch.int32) if words else matrix.codes if matrix.bits == 4 else matrix.codes.view(torch.int8)
+    return codes, matrix.scales, matrix.scales if matrix.zeros is None else matrix.zeros
 
 
 @triton.jit
@@ -182,40 +195,3 @@ def four(base, at, there):
             (word >> 48).to(tl.int16).to(kind, bitcast=True).to(tl.float32),
         )
     return a, b, c, d
-
-
-@triton.jit
-def scale_at(values, row, column, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr):
-    """Load the scales or zeros of rows of scales for a column, or for columns. Columns beyond K get those of the last one."""
-    return tl.load(values + row * GROUPS + tl.minimum(column, K - 1) // GROUP)
-
-
-@triton.jit
-def weight_tiles(
-    codes, scales, zeros, row, column, K: tl.constexpr, NIBBLES: tl.constexpr, FP8: tl.constexpr, SPREAD: tl.constexpr,
-    GROUP: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr, D: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """Convert a tile of codes to one or two tiles of numbers: low and high nibbles, or twice the same tile of 8 bits.
-
-    With `SPREAD`, they are the dequantised weights, of columns `column` ... + D - 1 and, of high nibbles, those + 64. Otherwise they are
-    codes minus zeros, which have few enough bits to be exact.
-    """
-    if NIBBLES:
-        low, high = nibbles(codes, dtype, ASM)
-    else:
-        low = numbers(codes, dtype, FP8, ASM)
-        high = low
-    if SPREAD:
-        columns = column + tl.arange(0, D)[None, :]
-        scale = scale_at(scales, row[:, None], columns, K, GROUP, GROUPS).to(tl.float32)
-        zero = scale_at(zeros, row[:, None], columns, K, GROUP, GROUPS).to(tl.float32) if ZEROS else 0.0
-        low = ((low.to(tl.float32) - zero) * scale).to(dtype)
-        if NIBBLES:
-            scale = scale_at(scales, row[:, None], columns + 64, K, GROUP, GROUPS).to(tl.float32)
-            zero = scale_at(zeros, row[:, None], columns + 64, K, GROUP, GROUPS).to(tl.float32) if ZEROS else 0.0
-            high = ((high.to(tl.float32) - zero) * scale).to(dtype)
-    elif ZEROS:
-        low -= scale_at(zeros, row, column, K, GROUP, GROUPS).to(tl.float32).to(dtype)[:, None]
-        if NIBBLES:
-            high -= scale_at(zeros, row, column + 64, K, GROUP, GROUPS).to(tl.float32).to(dtype)[:, None]
-    return low, high

@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.ops.linear.tiles import Tile
-from nanovllm.ops.triton_parts import activated, gained, rounded
+from nanovllm.ops.triton_parts import activated, gained, launch_options, rounded
 from nanovllm.types import Float, Tensor
 
 
@@ -135,7 +135,7 @@ def launch(
     y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     flags = (gain is not None, bias is not None, residual is not None, gated, act, pdl)
     tensors = (x, x if gain is None else gain, weight, x if bias is None else bias, x if residual is None else residual, y)
-    options = {"num_warps": tile.warps} | ({"launch_pdl": True} if pdl else {})
+    options = launch_options(tile.warps, pdl)
     grid = (triton.cdiv(outputs, tile.outputs),)
     kernel: Any = _many if tile.depth else _few
     with torch.cuda.device_of(x):

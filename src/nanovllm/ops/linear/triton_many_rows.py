@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.ops.linear.tiles import LINE, MOST_ASKED, WideTile
-from nanovllm.ops.triton_parts import activated, gained, rounded
+from nanovllm.ops.triton_parts import activated, gained, launch_options, rounded
 from nanovllm.types import Float, Float32, Tensor
 
 
@@ -146,7 +146,7 @@ def _launch(
     x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, outputs: int, gated: bool, tile: WideTile, pdl: bool, act: str = "silu"
 ) -> None:
     rows, width = x.shape
-    options = {"num_warps": tile.warps} | ({"launch_pdl": True} if pdl else {})
+    options = launch_options(tile.warps, pdl)
     part = width // tile.parts
     # A power of two. 0 for gate and up, because earlier kernels leave no time to prefetch, and if several programs share the weights.
     lines = 0 if gated or rows > tile.rows else min(MOST_ASKED, part & -part) // LINE
@@ -202,7 +202,7 @@ def _rows(
 ) -> None:  # fmt: skip
     (rows, width), kernel = y.shape, cast(Any, _sum_norm)
     whole = triton.next_power_of_2(width)
-    options = {"num_warps": 4 if whole <= 4096 else 8} | ({"launch_pdl": True} if pdl else {})
+    options = launch_options(4 if whole <= 4096 else 8, pdl)
     with torch.cuda.device_of(parts):
         kernel[(rows,)](
             parts, y if bias is None else bias, inner, residual, gain, y, h, rows, eps, width, whole, bias is not None, parts.shape[0], pdl,

@@ -21,8 +21,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.ops.linear.quantised_tiles import FewTile
-from nanovllm.ops.linear.triton_codes import four, in_word, nibbles, numbers
-from nanovllm.ops.triton_parts import activated, gained, rounded
+from nanovllm.ops.linear.triton_codes import four, in_word, nibbles, numbers, operands
+from nanovllm.ops.triton_parts import activated, gained, launch_options, rounded
 from nanovllm.types import Float, Tensor
 
 
@@ -323,19 +323,17 @@ def launch(
     words = weight.codes.shape[1] // 4
     threads = min(32 * tile.warps, triton.next_power_of_2(triton.cdiv(words, 2)))
     tensors = (
-        x, x if gain is None else gain, weight.codes.view(torch.int32), weight.scales,
-        weight.scales if weight.zeros is None else weight.zeros, x if bias is None else bias, x if residual is None else residual, y,
+        x, x if gain is None else gain, *operands(weight, words=not tile.depth), x if bias is None else bias,
+        x if residual is None else residual, y,
     )  # fmt: skip
     kind = (weight.bits == 4, weight.kind == "fp8", weight.group, weight.scales.shape[1], weight.rows, weight.zeros is not None)
     whole = outputs % tile.outputs == 0 and words % (2 * threads) == 0
     flags = (gain is not None, bias is not None, residual is not None, gated, act, whole, asm, pdl)
-    options = {"num_warps": tile.warps} | ({"launch_pdl": True} if pdl else {})
+    options = launch_options(tile.warps, pdl)
     grid = (triton.cdiv(outputs, tile.outputs),)
     with torch.cuda.device_of(x):
         if tile.depth:
             kernel: Any = _dots
-            codes = weight.codes if weight.bits == 4 else weight.codes.view(torch.int8)
-            tensors = (*tensors[:2], codes, *tensors[3:])
             sizes = (weight.codes.shape[1], tile.warps, tile.depth, tile.outputs)
             kernel[grid](*tensors, outputs, eps, rows, width, *sizes, *kind, *flags[:5], asm, pdl, **options)
         else:

@@ -17,10 +17,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.ops.linear.quantised_tiles import ManyTile, scale_form
-from nanovllm.ops.linear.triton_codes import scale_at as _at
-from nanovllm.ops.linear.triton_codes import weight_tiles as _weights
+from nanovllm.ops.linear.triton_code_loop import column_of, first_scales, summed_products, weight_tiles
+from nanovllm.ops.linear.triton_codes import operands
 from nanovllm.ops.linear.triton_many_rows import ask
-from nanovllm.ops.triton_parts import activated, rounded
+from nanovllm.ops.triton_parts import activated, launch_options, rounded
 from nanovllm.types import Float, Float32, Tensor
 
 LINE = 128  # bytes of a cache line of L2
@@ -42,9 +42,6 @@ def _product(
     """
     if PDL:
         gdc_launch_dependents()
-    dtype: tl.constexpr = x.dtype.element_ty
-    SPREAD: tl.constexpr = FORM == "spread"
-    EACH: tl.constexpr = FORM == "step" or FORM == "halves"  # noqa: PLR1714  # scales after each step
     n, b, part = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1) * BP + tl.arange(0, BP), tl.program_id(2)
     d = tl.arange(0, D)
     on, there = (b < B)[None, :], (n < N)[:, None]
@@ -54,88 +51,19 @@ def _product(
     up_own = own + N.to(tl.int64) * WIDTH
     up_row = (row + N) // ROWS
     source = x + b.to(tl.int64)[None, :] * K + d[:, None]
-    acc = tl.zeros([BN, BP], tl.float32)
-    other = tl.zeros([BN, BP], tl.float32)
     biases = tl.load(bias + row)[:, None] if BIAS else 0.0
     start = part * PART
-    column = start // 64 * 128 + start % 64 if NIBBLES else start
-    # The scales of a step are loaded a step earlier.
-    if EACH:
-        scale = _at(scales, scale_row, column, K, GROUP, GROUPS).to(tl.float32)
-        if FORM == "halves":
-            scale_high = _at(scales, scale_row, column + 64, K, GROUP, GROUPS).to(tl.float32)
-        if GATED:
-            up_scale = _at(scales, up_row, column, K, GROUP, GROUPS).to(tl.float32)
-            if FORM == "halves":
-                up_scale_high = _at(scales, up_row, column + 64, K, GROUP, GROUPS).to(tl.float32)
+    first = first_scales(scales, scale_row, up_row, column_of(start, NIBBLES), K, FORM, GROUP, GROUPS, GATED)
     if PDL:
         if LINES:
             ask(codes + row.to(tl.int64)[:, None] * WIDTH + start + tl.arange(0, LINES)[None, :] * 128)  # `LINE`
             if GATED:
                 ask(codes + (row + N).to(tl.int64)[:, None] * WIDTH + start + tl.arange(0, LINES)[None, :] * 128)
         gdc_wait()
-    for at in tl.range(start, start + PART, D, num_stages=STAGES):
-        column = tl.multiple_of(at // 64 * 128 + at % 64 if NIBBLES else at, D)
-        if EACH:
-            after = (at + D) // 64 * 128 + (at + D) % 64 if NIBBLES else at + D
-            next_scale = _at(scales, scale_row, after, K, GROUP, GROUPS).to(tl.float32)
-            if FORM == "halves":
-                next_high = _at(scales, scale_row, after + 64, K, GROUP, GROUPS).to(tl.float32)
-            if GATED:
-                next_up = _at(scales, up_row, after, K, GROUP, GROUPS).to(tl.float32)
-                if FORM == "halves":
-                    next_up_high = _at(scales, up_row, after + 64, K, GROUP, GROUPS).to(tl.float32)
-        if WHOLE:
-            gate_codes = tl.load(own + at)
-            low_inputs = tl.load(source + column, mask=on, other=0.0)
-        else:
-            gate_codes = tl.load(own + at, mask=(at + d < WIDTH)[None, :], other=0)
-            low_inputs = tl.load(source + column, mask=on & (column + d < K)[:, None], other=0.0)
-        if NIBBLES:
-            if WHOLE:
-                high_inputs = tl.load(source + column + 64, mask=on, other=0.0)
-            else:
-                high_inputs = tl.load(source + column + 64, mask=on & (column + 64 + d < K)[:, None], other=0.0)
-        low, high = _weights(gate_codes, scales, zeros, scale_row, column, K, NIBBLES, FP8, SPREAD, GROUP, GROUPS, ZEROS, D, dtype, ASM)
-        if EACH:
-            if FORM == "halves":
-                acc += tl.dot(low, low_inputs) * scale[:, None]
-                acc += tl.dot(high, high_inputs) * scale_high[:, None]
-            elif NIBBLES:
-                acc += tl.dot(high, high_inputs, tl.dot(low, low_inputs)) * scale[:, None]
-            else:
-                acc += tl.dot(low, low_inputs) * scale[:, None]
-        else:
-            acc = tl.dot(low, low_inputs, acc)
-            if NIBBLES:
-                acc = tl.dot(high, high_inputs, acc)
-        if GATED:
-            up_codes = tl.load(up_own + at) if WHOLE else tl.load(up_own + at, mask=(at + d < WIDTH)[None, :], other=0)
-            low, high = _weights(up_codes, scales, zeros, up_row, column, K, NIBBLES, FP8, SPREAD, GROUP, GROUPS, ZEROS, D, dtype, ASM)
-            if EACH:
-                if FORM == "halves":
-                    other += tl.dot(low, low_inputs) * up_scale[:, None]
-                    other += tl.dot(high, high_inputs) * up_scale_high[:, None]
-                elif NIBBLES:
-                    other += tl.dot(high, high_inputs, tl.dot(low, low_inputs)) * up_scale[:, None]
-                else:
-                    other += tl.dot(low, low_inputs) * up_scale[:, None]
-            else:
-                other = tl.dot(low, low_inputs, other)
-                if NIBBLES:
-                    other = tl.dot(high, high_inputs, other)
-        if EACH:
-            scale = next_scale
-            if FORM == "halves":
-                scale_high = next_high
-            if GATED:
-                up_scale = next_up
-                if FORM == "halves":
-                    up_scale_high = next_up_high
-    if FORM == "row":
-        acc *= tl.load(scales + scale_row).to(tl.float32)[:, None]
-        if GATED:
-            other *= tl.load(scales + up_row).to(tl.float32)[:, None]
+    acc, other = summed_products(
+        source, on, own, up_own, scales, zeros, scale_row, up_row, first, start, start + PART, K, WIDTH, BP, BN, D, STAGES, NIBBLES, FP8,
+        FORM, GROUP, GROUPS, ZEROS, GATED, WHOLE, ASM,
+    )  # fmt: skip
     to = y + (part * B + b).to(tl.int64)[None, :] * N + n[:, None]
     if PARTS > 1:
         tl.store(to, acc, mask=on & there)
@@ -154,10 +82,9 @@ def _dequantise(
     n, d = tl.program_id(0) * H + tl.arange(0, H), tl.program_id(1) * D + tl.arange(0, D)
     row = first + tl.minimum(n, N - 1)
     tile = tl.load(codes + row.to(tl.int64)[:, None] * WIDTH + d[None, :], mask=(d < WIDTH)[None, :], other=0)
-    start = tl.program_id(1) * D
-    column = start // 64 * 128 + start % 64 if NIBBLES else start
+    column = column_of(tl.program_id(1) * D, NIBBLES)
     dtype: tl.constexpr = out.dtype.element_ty
-    low, high = _weights(tile, scales, zeros, row // ROWS, column, K, NIBBLES, FP8, True, GROUP, GROUPS, ZEROS, D, dtype, ASM)
+    low, high = weight_tiles(tile, scales, zeros, row // ROWS, column, K, NIBBLES, FP8, True, GROUP, GROUPS, ZEROS, D, dtype, ASM)
     columns = column + tl.arange(0, D)
     to = out + n.to(tl.int64)[:, None] * K + columns[None, :]
     tl.store(to, low, mask=(n < N)[:, None] & (columns < K)[None, :])
@@ -194,11 +121,9 @@ def partial_product(
     return y
 
 
-def _kind(weight: QuantisedMatrix) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, int, int, bool]]:
-    """Return a matrix's tensors, and `GROUP`, `GROUPS`, `ROWS` and `ZEROS` of the kernels."""
-    codes = weight.codes if weight.bits == 4 else weight.codes.view(torch.int8)
-    zeros = weight.scales if weight.zeros is None else weight.zeros
-    return (codes, weight.scales, zeros), (weight.group, weight.scales.shape[1], weight.rows, weight.zeros is not None)
+def _kind(weight: QuantisedMatrix) -> tuple[int, int, int, bool]:
+    """Return `GROUP`, `GROUPS`, `ROWS` and `ZEROS` of the kernels."""
+    return weight.group, weight.scales.shape[1], weight.rows, weight.zeros is not None
 
 
 def _launch(
@@ -206,26 +131,25 @@ def _launch(
     asm: bool,
 ) -> None:  # fmt: skip
     (rows, columns), width = x.shape, weight.codes.shape[1]
-    tensors, kind = _kind(weight)
     part = triton.cdiv(triton.cdiv(width, tile.depth), tile.parts) * tile.depth
     whole = width == part * tile.parts and columns * weight.bits == width * 8
     lines = 0 if rows > tile.rows or not whole else min(MOST_ASKED, part & -part) // LINE  # a power of two; 0 if programs share codes
-    options = {"num_warps": tile.warps} | ({"launch_pdl": True} if pdl else {})
+    options = launch_options(tile.warps, pdl)
     kernel: Any = _product
     with torch.cuda.device_of(x):
         kernel[(triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, tile.rows), tile.parts)](
-            x, *tensors, x if bias is None else bias, y, rows, outputs, columns, width, part, tile.rows, tile.outputs, tile.depth,
-            tile.stages, weight.bits == 4, weight.kind == "fp8", scale_form(weight, tile.depth), *kind, bias is not None, gated, act,
-            tile.parts, whole, lines, asm, pdl, **options,
+            x, *operands(weight), x if bias is None else bias, y, rows, outputs, columns, width, part, tile.rows, tile.outputs, tile.depth,
+            tile.stages, weight.bits == 4, weight.kind == "fp8", scale_form(weight, tile.depth), *_kind(weight), bias is not None, gated,
+            act, tile.parts, whole, lines, asm, pdl, **options,
         )  # fmt: skip
 
 
 def dequantise(weight: QuantisedMatrix, first: int, out: Float[Tensor, "N K"], asm: bool = False) -> None:
     """Donates `out`. Write rows `first` ... of the matrix in the dtype of `out`, with columns in the order of the codes."""
     (rows, columns), width = out.shape, weight.codes.shape[1]
-    tensors, kind = _kind(weight)
     kernel: Any = _dequantise
     with torch.cuda.device_of(out):
         kernel[(triton.cdiv(rows, HEIGHT), triton.cdiv(width, WRITTEN))](
-            *tensors, out, rows, first, columns, width, HEIGHT, WRITTEN, weight.bits == 4, weight.kind == "fp8", *kind, asm
-        )
+            *operands(weight), out, rows, first, columns, width, HEIGHT, WRITTEN, weight.bits == 4, weight.kind == "fp8", *_kind(weight),
+            asm,
+        )  # fmt: skip

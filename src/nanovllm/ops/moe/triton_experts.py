@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.ops.moe.tiles import FewTiles, GroupedTiles
-from nanovllm.ops.triton_parts import activated
+from nanovllm.ops.triton_parts import activated, launch_options
 from nanovllm.types import Float, Float32, Int32, Int64, Tensor
 
 GROUP = 8  # blocks that run at the same time, so that blocks of one expert read its weights from L2
@@ -216,7 +216,7 @@ def route(
         with torch.cuda.device_of(logits):
             kernel[(tokens,)](
                 logits, logits if bias is None else bias, chosen, weights, least_sum, num, triton.next_power_of_2(num), top_k,
-                triton.next_power_of_2(top_k), bias is not None, normalise, pdl, **_options(1, pdl),
+                triton.next_power_of_2(top_k), bias is not None, normalise, pdl, **launch_options(1, pdl),
             )  # fmt: skip
     return chosen, weights
 
@@ -246,11 +246,11 @@ def _launch_few(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weight
     first, second = tiles.gate_up, tiles.down
     kernel: Any = _few_gate_up
     kernel[(tokens * k, triton.cdiv(inner, first.outputs))](
-        x, gate_up, chosen, h, inner, width, k, first.outputs, first.depth, act, pdl, **_options(first.warps, pdl)
+        x, gate_up, chosen, h, inner, width, k, first.outputs, first.depth, act, pdl, **launch_options(first.warps, pdl)
     )
     kernel = _few_down
     kernel[(tokens, triton.cdiv(width, second.outputs))](
-        h, down, chosen, weights, y, width, inner, k, second.outputs, second.depth, pdl, **_options(second.warps, pdl)
+        h, down, chosen, weights, y, width, inner, k, second.outputs, second.depth, pdl, **launch_options(second.warps, pdl)
     )
     return y
 
@@ -267,7 +267,7 @@ def _launch_grouped(
         outputs, inputs = target.shape[1], source.shape[1]
         grouped[(blocks * triton.cdiv(outputs, tile.outputs),)](
             source, weight, order, table, target, blocks, outputs, inputs, k, GROUP, tile.rows, tile.outputs, tile.depth, tile.stages,
-            act, gated, pdl, **_options(tile.warps, pdl),
+            act, gated, pdl, **launch_options(tile.warps, pdl),
         )  # fmt: skip
     combine(parts, weights, y, pdl)
     return y
@@ -277,7 +277,7 @@ def combine(parts: Float[Tensor, "pairs M"], weights: Float[Tensor, "T k"], y: F
     """Donates `y`. Write the weighted sums of each token's parts. All tensors are contiguous."""
     (tokens, k), width = weights.shape, y.shape[1]
     kernel: Any = _combine
-    kernel[(tokens, triton.cdiv(width, COMBINED))](parts, weights, y, width, k, COMBINED, pdl, **_options(4, pdl))
+    kernel[(tokens, triton.cdiv(width, COMBINED))](parts, weights, y, width, k, COMBINED, pdl, **launch_options(4, pdl))
 
 
 def sort(
@@ -293,14 +293,10 @@ def sort(
     looked, warps = (SORTED, 4) if pairs <= MOST_SORTED else (MOST_SORTED, 8)
     bins = max(32, triton.next_power_of_2(num + 1))  # one more than there are experts, for places after the last pair
     kernel: Any = _sort
-    kernel[(num,)](chosen, order, table, pairs, blocks, num, bins, rows, looked, pdl, **_options(warps, pdl))
+    kernel[(num,)](chosen, order, table, pairs, blocks, num, bins, rows, looked, pdl, **launch_options(warps, pdl))
     return order, table, blocks
 
 
 def most_blocks(pairs: int, num: int, rows: int) -> int:
     """Return the largest number of blocks of `rows` pairs that any routing of `pairs` pairs to `num` experts can fill."""
     return (pairs + (rows - 1) * min(num, pairs)) // rows
-
-
-def _options(warps: int, pdl: bool) -> dict[str, Any]:
-    return {"num_warps": warps} | ({"launch_pdl": True} if pdl else {})

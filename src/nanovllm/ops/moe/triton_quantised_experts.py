@@ -21,10 +21,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.ops.linear.quantised_tiles import FewTile, ManyTile, scale_form
-from nanovllm.ops.linear.triton_codes import four, in_word, scale_at, weight_tiles
+from nanovllm.ops.linear.triton_code_loop import first_scales, summed_products
+from nanovllm.ops.linear.triton_codes import four, in_word, operands
 from nanovllm.ops.moe.tiles import QuantisedFewTiles, QuantisedGroupedTiles
 from nanovllm.ops.moe.triton_experts import GROUP, combine, sort
-from nanovllm.ops.triton_parts import activated
+from nanovllm.ops.triton_parts import activated, launch_options
 from nanovllm.types import Float, Int32, Int64, Tensor
 
 
@@ -222,9 +223,6 @@ def _quantised_grouped(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    dtype: tl.constexpr = x.dtype.element_ty
-    SPREAD: tl.constexpr = FORM == "spread"
-    EACH: tl.constexpr = FORM == "step" or FORM == "halves"  # noqa: PLR1714  # scales after each step
     ACROSS: tl.constexpr = BLOCKS * ((N + BN - 1) // BN)
     before = tl.program_id(0) // ACROSS * BLOCKS
     size = tl.minimum(blocks - before, BLOCKS)
@@ -244,79 +242,11 @@ def _quantised_grouped(
     scales += expert * SCALES
     zeros += expert * SCALES
     scale_row, up_row = row // ROWS, (row + N) // ROWS
-    acc = tl.zeros([BN, BP], tl.float32)
-    other = tl.zeros([BN, BP], tl.float32)
-    # The scales of a step are loaded a step earlier.
-    if EACH:
-        scale = scale_at(scales, scale_row, 0, K, GROUP, GROUPS).to(tl.float32)
-        if FORM == "halves":
-            scale_high = scale_at(scales, scale_row, 64, K, GROUP, GROUPS).to(tl.float32)
-        if GATED:
-            up_scale = scale_at(scales, up_row, 0, K, GROUP, GROUPS).to(tl.float32)
-            if FORM == "halves":
-                up_scale_high = scale_at(scales, up_row, 64, K, GROUP, GROUPS).to(tl.float32)
-    for at in tl.range(0, WIDTH, D, num_stages=STAGES):
-        start = tl.multiple_of(at // 64 * 128 + at % 64 if NIBBLES else at, D)
-        if EACH:
-            after = (at + D) // 64 * 128 + (at + D) % 64 if NIBBLES else at + D
-            next_scale = scale_at(scales, scale_row, after, K, GROUP, GROUPS).to(tl.float32)
-            if FORM == "halves":
-                next_high = scale_at(scales, scale_row, after + 64, K, GROUP, GROUPS).to(tl.float32)
-            if GATED:
-                next_up = scale_at(scales, up_row, after, K, GROUP, GROUPS).to(tl.float32)
-                if FORM == "halves":
-                    next_up_high = scale_at(scales, up_row, after + 64, K, GROUP, GROUPS).to(tl.float32)
-        if WHOLE:
-            gate_codes = tl.load(own + at)
-            low_inputs = tl.load(rows + start, mask=on, other=0.0)
-        else:
-            gate_codes = tl.load(own + at, mask=(at + d < WIDTH)[None, :], other=0)
-            low_inputs = tl.load(rows + start, mask=on & (start + d < K)[:, None], other=0.0)
-        if NIBBLES:
-            if WHOLE:
-                high_inputs = tl.load(rows + start + 64, mask=on, other=0.0)
-            else:
-                high_inputs = tl.load(rows + start + 64, mask=on & (start + 64 + d < K)[:, None], other=0.0)
-        low, high = weight_tiles(gate_codes, scales, zeros, scale_row, start, K, NIBBLES, FP8, SPREAD, GROUP, GROUPS, ZEROS, D, dtype, ASM)
-        if EACH:
-            if FORM == "halves":
-                acc += tl.dot(low, low_inputs) * scale[:, None]
-                acc += tl.dot(high, high_inputs) * scale_high[:, None]
-            elif NIBBLES:
-                acc += tl.dot(high, high_inputs, tl.dot(low, low_inputs)) * scale[:, None]
-            else:
-                acc += tl.dot(low, low_inputs) * scale[:, None]
-        else:
-            acc = tl.dot(low, low_inputs, acc)
-            if NIBBLES:
-                acc = tl.dot(high, high_inputs, acc)
-        if GATED:
-            up_codes = tl.load(up_own + at) if WHOLE else tl.load(up_own + at, mask=(at + d < WIDTH)[None, :], other=0)
-            low, high = weight_tiles(up_codes, scales, zeros, up_row, start, K, NIBBLES, FP8, SPREAD, GROUP, GROUPS, ZEROS, D, dtype, ASM)
-            if EACH:
-                if FORM == "halves":
-                    other += tl.dot(low, low_inputs) * up_scale[:, None]
-                    other += tl.dot(high, high_inputs) * up_scale_high[:, None]
-                elif NIBBLES:
-                    other += tl.dot(high, high_inputs, tl.dot(low, low_inputs)) * up_scale[:, None]
-                else:
-                    other += tl.dot(low, low_inputs) * up_scale[:, None]
-            else:
-                other = tl.dot(low, low_inputs, other)
-                if NIBBLES:
-                    other = tl.dot(high, high_inputs, other)
-        if EACH:
-            scale = next_scale
-            if FORM == "halves":
-                scale_high = next_high
-            if GATED:
-                up_scale = next_up
-                if FORM == "halves":
-                    up_scale_high = next_up_high
-    if FORM == "row":
-        acc *= tl.load(scales + scale_row).to(tl.float32)[:, None]
-        if GATED:
-            other *= tl.load(scales + up_row).to(tl.float32)[:, None]
+    first_four = first_scales(scales, scale_row, up_row, 0, K, FORM, GROUP, GROUPS, GATED)
+    acc, other = summed_products(
+        rows, on, own, up_own, scales, zeros, scale_row, up_row, first_four, 0, WIDTH, K, WIDTH, BP, BN, D, STAGES, NIBBLES, FP8, FORM,
+        GROUP, GROUPS, ZEROS, GATED, WHOLE, ASM,
+    )  # fmt: skip
     if GATED:
         acc = activated(acc, other, y.dtype.element_ty, ACT)
     tl.store(y + target.to(tl.int64)[None, :] * N + n[:, None], acc.to(y.dtype.element_ty), mask=on & there)
@@ -371,10 +301,9 @@ def _launch_few(
     programs, words = others[-1].shape[0], matrix.codes.shape[2] // 4
     threads = min(32 * tile.warps, triton.next_power_of_2(triton.cdiv(words, 2)))
     whole = outputs % tile.outputs == 0 and words % (2 * threads) == 0
-    zeros = matrix.scales if matrix.zeros is None else matrix.zeros
     kernel[(programs, triton.cdiv(outputs, tile.outputs))](
-        x, matrix.codes.view(torch.int32), matrix.scales, zeros, *others, outputs, matrix.columns, words, k, threads, tile.outputs,
-        matrix.bits == 4, matrix.kind == "fp8", *_kind(matrix), *act, whole, asm, pdl, **_options(tile.warps, pdl),
+        x, *operands(matrix, words=True), *others, outputs, matrix.columns, words, k, threads, tile.outputs,
+        matrix.bits == 4, matrix.kind == "fp8", *_kind(matrix), *act, whole, asm, pdl, **launch_options(tile.warps, pdl),
     )  # fmt: skip
 
 
@@ -383,16 +312,10 @@ def _launch_grouped(
     pdl: bool, asm: bool,
 ) -> None:  # fmt: skip
     outputs, columns, width = y.shape[1], matrix.columns, matrix.codes.shape[2]
-    codes = matrix.codes if matrix.bits == 4 else matrix.codes.view(torch.int8)
-    zeros = matrix.scales if matrix.zeros is None else matrix.zeros
     whole = width % tile.depth == 0 and columns * matrix.bits == width * 8
     kernel: Any = _quantised_grouped
     kernel[(blocks * triton.cdiv(outputs, tile.outputs),)](
-        x, codes, matrix.scales, zeros, order, table, y, blocks, outputs, columns, width, k, GROUP, tile.rows, tile.outputs, tile.depth,
+        x, *operands(matrix), order, table, y, blocks, outputs, columns, width, k, GROUP, tile.rows, tile.outputs, tile.depth,
         tile.stages, matrix.bits == 4, matrix.kind == "fp8", scale_form(matrix, tile.depth), *_kind(matrix), gated, act, whole, asm, pdl,
-        **_options(tile.warps, pdl),
+        **launch_options(tile.warps, pdl),
     )  # fmt: skip
-
-
-def _options(warps: int, pdl: bool) -> dict[str, Any]:
-    return {"num_warps": warps} | ({"launch_pdl": True} if pdl else {})

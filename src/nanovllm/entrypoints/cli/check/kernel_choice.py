@@ -38,7 +38,6 @@ def kernels(
         return Kernels(decode=how, prompts=how, against="the architecture is not built in")
     why = against(without_memory(config, dtype), config, device, dtype)
     if device.type != "cuda":
-        why = why or (f"the layers in C do not read KV in {kv_dtype}" if kv_dtype is not None else "")
         return Kernels(decode="plain torch" if why else "C", prompts="plain torch", against=why)
     if kv_dtype is not None and own_kernels(device, dtype):
         how = "compiled layers" if why else "fused kernels"
