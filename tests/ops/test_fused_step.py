@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -178,6 +179,12 @@ def test_a_plan_holds_parts_only_where_rows_are_split(rows: int) -> None:
     plan = FusedDecodePlan(rows, 16, 8, 128, torch.device("cpu"))
     assert plan.parts.data_ptr() and plan.stats.data_ptr() and (plan.splits == 1) == (rows > 16)
     assert plan.parts.numel() + plan.stats.numel() == (130 if rows > 16 else rows * 16 * plan.splits * 130)
+
+
+def test_long_rows_in_fp8_are_left_to_another_kernel() -> None:
+    plain, eight = (FusedDecodePlan(2, 16, 8, 128, torch.device("cpu"), fp8=fp8) for fp8 in (False, True))
+    for lens, both in (([4000, 96], (True, True)), ([4000, 97], (True, False)), ([16000, 385], (False, False))):
+        assert (plain.serves(np.array(lens)), eight.serves(np.array(lens))) == both
 
 
 @pytest.mark.interpret

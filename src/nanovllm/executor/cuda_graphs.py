@@ -94,6 +94,7 @@ class StepGraphs:
             for dummy in (dummy_page, dummy_frame)
             if dummy is not None
         ]  # of pages, and of frames if there is a second KV pool
+        self._fp8 = limits.kv_dtype is not None
         self._width_used = 0  # columns of the page tables: beyond them all rows have the dummy page
         self._decode_plans: dict[int, DecodePlans] = {}
         self._cascade_plans: dict[int, CascadePlan] = {}
@@ -298,7 +299,7 @@ class StepGraphs:
     def _fused_plan(self, size: int) -> FusedDecodePlan:
         if size not in self._fused_plans:
             c, cut = self._model.config, () if self._cuts is None else self._cuts.at(size).attend
-            self._fused_plans[size] = FusedDecodePlan(size, c.num_heads, c.num_kv_heads, c.head_dim, self._device, cut)
+            self._fused_plans[size] = FusedDecodePlan(size, c.num_heads, c.num_kv_heads, c.head_dim, self._device, cut, fp8=self._fp8)
         return self._fused_plans[size]
 
     def fuses(self, host: HostBatch) -> bool:

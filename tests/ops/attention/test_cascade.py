@@ -12,7 +12,7 @@ from nanovllm.executor.cascade_policy import own_runs, shared_runs
 from nanovllm.ops import paged_decode, paged_prefill
 from nanovllm.ops.attention import cascade_plan
 from nanovllm.ops.attention.cascade import PromptCascade, attend_part, merge, merge_parts
-from nanovllm.ops.attention.cascade_plan import LEAST_OWN, TILE, CascadePlan, CascadeWorkspace, cut_runs, tiles
+from nanovllm.ops.attention.cascade_plan import FP8_OWN, LEAST_OWN, TILE, CascadePlan, CascadeWorkspace, cut_runs, tiles
 from nanovllm.ops.attention.plan_table import PlanMismatchError, UnknownPlanError
 from nanovllm.ops.attention.reference import attend, row_kv
 
@@ -110,12 +110,15 @@ def test_pages_planned_ahead_wait_until_lengths_reach_them():
         torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
 
 
-@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 60), st.sampled_from([1, 3, 16, 40]), st.integers(0, 3), st.booleans())
-def test_shares_cover_what_several_rows_read_once(rows, per_item, shares, page_size, seed, shared):
+@given(
+    st.integers(1, 40), st.integers(1, 9), st.integers(1, 60), st.sampled_from([1, 3, 16, 40]), st.integers(0, 3), st.booleans(),
+    st.sampled_from([None, FP8_OWN]),
+)  # fmt: skip
+def test_shares_cover_what_several_rows_read_once(rows, per_item, shares, page_size, seed, shared, least):
     tree = Tree(rows, 4, seed=seed)
     tree.counts += 60 * (np.arange(rows) % 5 == 2)  # planned ahead
     runs = shared_runs(tree.tables, tree.lens // 4, tree.counts, always) if shared else own_runs(tree.counts)
-    work = cut_runs(runs, rows, per_item, shares, page_size)
+    work = cut_runs(runs, rows, per_item, shares, page_size, least)
     seen, parts = [set() for _ in range(rows)], [set() for _ in range(rows)]
     for row, begin, stop, first, count in work.items.tolist():
         assert 1 <= count <= per_item and begin < stop
@@ -133,6 +136,9 @@ def test_shares_cover_what_several_rows_read_once(rows, per_item, shares, page_s
     if TILE % page_size == 0:
         assert max(tiles) - min(tiles) <= 1
     own = (tree.counts - work.begins) * page_size
+    if least is not None:
+        assert (own >= 0).all() and own.max() < least + page_size
+        return
     assert (own >= 0).all() and own.max() <= max(
         LEAST_OWN + page_size, sum(tiles) * TILE / shares + own.sum() / shares + 2 * TILE * page_size
     )

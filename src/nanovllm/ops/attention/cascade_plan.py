@@ -17,6 +17,7 @@ MAX_PARTS = 16  # partial results per row that a workspace has room for, in addi
 TILE = 64  # tokens; shared runs are divided at multiples of it
 FP8_TILE = 128  # tokens of a tile in FP8, which has half the bytes and the same latency
 LEAST_OWN = 512  # so many tokens at the end of a row do not delay the other rows
+FP8_OWN = 128  # in FP8, because the launch over the ends of rows then begins when that over shared pages ends: registers hold no more
 FIELDS = 5  # fields of an item: row whose table has the pages, first page, end page, first member, number of members
 WIDE = 64  # queries of a shared run that one program takes: rows times query heads per key/value head
 
@@ -80,7 +81,7 @@ class CascadeWorkspace:
     """
 
     def __init__(self, max_rows: int, num_heads: int, head_dim: int, device: torch.device, *, fp8: bool = False) -> None:
-        self.programs = programs(device, fp8)
+        self.programs, self.fp8 = programs(device, fp8), fp8
         # The end of a share may divide an item, of at most WIDE queries of a key/value head, in two.
         self.num_parts = MAX_PARTS * max_rows + self.programs * -(-WIDE // num_heads)
         on_gpu = device.type == "cuda"
@@ -133,7 +134,8 @@ class CascadePlan:
         Returns:
             False if the runs do not fit into the buffers; then nothing has changed.
         """
-        work = cut_runs(runs, self.batch_size, self.rows_per_item, self.shares, self.page_size)
+        own = FP8_OWN if self.workspace.fp8 else None
+        work = cut_runs(runs, self.batch_size, self.rows_per_item, self.shares, self.page_size, own)
         if len(work.items) > self.max_items or len(work.members) > self.workspace.num_parts:
             return False
         flat = torch.empty(self.ints.numel(), dtype=torch.int32, pin_memory=self.device.type == "cuda")
@@ -146,11 +148,11 @@ class CascadePlan:
         return True
 
 
-def cut_runs(runs: Seq[Run], num_rows: int, rows_per_item: int, shares: int, page_size: int) -> Work:
+def cut_runs(runs: Seq[Run], num_rows: int, rows_per_item: int, shares: int, page_size: int, own: int | None = None) -> Work:
     """Divide pages that several rows read, at most `rows_per_item` rows at once, into shares of equal length within one tile.
 
     Pages that only one row reads are left to the launch over the ends of rows. But if they are so many that they would delay the other
-    rows, all except the end are divided too.
+    rows, all except the end are divided too. With `own` these are all but so many tokens.
     """
     tile = -(-TILE // page_size)  # pages
     blocks = [
@@ -161,7 +163,7 @@ def cut_runs(runs: Seq[Run], num_rows: int, rows_per_item: int, shares: int, pag
     ]
     single = [run for run in runs if len(run.rows) == 1]
     total = sum([-(-(stop - start) // tile) for _, start, stop in (*blocks, *single)])
-    most = max(-(-LEAST_OWN // page_size), -(-total // shares) * tile)
+    most = max(-(-LEAST_OWN // page_size), -(-total // shares) * tile) if own is None else -(-own // page_size)
     blocks += [Run(rows, start, stop - most) for rows, start, stop in single if stop - start > most]
     begins, starts = np.zeros(num_rows, np.int32), np.zeros(num_rows + 1, np.int32)
     if not blocks:

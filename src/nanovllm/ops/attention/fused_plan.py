@@ -11,6 +11,7 @@ from nanovllm.ops.cuts import CutError, powers_of_two
 from nanovllm.types import Int32
 
 MOST_TOKENS, MOST_TILES = 1 << 14, 16  # limits for a batch of few rows: tokens of the batch, tiles of one program
+FP8_TOKENS = 1 << 12  # tokens of the batch in FP8: more are read sooner by `ops/attention/triton_cascade.py`
 PIPELINED = 16  # with more rows there are enough programs to keep many tiles in flight
 # (largest number of rows, tile configuration). A configuration is chosen so that a GPU's multiprocessors finish at the same time. So the
 # best number of programs does not grow steadily with the rows.
@@ -51,10 +52,14 @@ class FusedDecodePlan:
 
     All layers of a step share the plan. A row's tokens are divided into tiles, which `splits` programs per key head take in turn. All
     launches with one plan must run on one stream. `cut` is a tile configuration in the form of `cut_of`; empty means the result of
-    `cut_of`. Raises `CutError` for a configuration that does not fit.
+    `cut_of`. `fp8` says whether the KV is in FP8. Raises `CutError` for a configuration that does not fit.
     """
 
-    def __init__(self, batch_size: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device, cut: Sequence[int] = ()):
+    def __init__(
+        self, batch_size: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device, cut: Sequence[int] = (), *,
+        fp8: bool = False,
+    ):  # fmt: skip
+        self.most_tokens = FP8_TOKENS if fp8 else MOST_TOKENS
         self.batch_size, self.num_heads, self.num_kv_heads, self.head_dim = batch_size, num_heads, num_kv_heads, head_dim
         memory = shared_memory(device) if device.type == "cuda" else LARGEST
         if cut and not attention_fits(cut, head_dim, memory):
@@ -72,4 +77,4 @@ class FusedDecodePlan:
         total, longest = int(lens.sum()), int(lens.max())
         if self.stages:
             return longest <= self.splits * max(LONG, total // 8)
-        return total <= MOST_TOKENS and longest <= MOST_TILES * self.tile * self.splits
+        return total <= self.most_tokens and longest <= MOST_TILES * self.tile * self.splits
