@@ -81,7 +81,7 @@ def init_state(
             version, if it exists. True: the same, and it must exist. False: the defaults. A path: use this file.
         progress: Whether to draw progress bars. None: only on a terminal.
         kv_dtype: "fp8": keys and values as codes of 8 bits (e4m3), with a scale for each token and head, in about half of the memory.
-            Results differ from those of unrounded KV. On a CPU decode steps then run in plain torch. None: the dtype of the model.
+            Results differ from those of unrounded KV. None: the dtype of the model.
 
     Returns:
         The first state. Every call that changes the engine takes the newest state and returns the next one.
