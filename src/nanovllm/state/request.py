@@ -14,6 +14,7 @@ from nanovllm.sampling.params import SamplingParams
 from nanovllm.sampling.process_logits import LogitsProcessor
 from nanovllm.state.chunk import EXACT, Gaps, Provenance, offset_after
 from nanovllm.state.heap import Heap, popped, pushed
+from nanovllm.state.html import card
 from nanovllm.state.logprobs import RowScores, Scores, TokenLogprobs
 from nanovllm.state.stop_scan import StopScan
 from nanovllm.state.vector import IntVector
@@ -294,6 +295,14 @@ class RequestOutput:
 
     def __repr__(self) -> str:
         return brief_fields(self)
+
+    def _repr_html_(self) -> str:
+        figures = [
+            ("ended by", self.finish_reason if self.error is None else f"{self.finish_reason}: {self.error}"),
+            ("reply tokens", f"{len(self.token_ids):,}"),
+            ("prompt tokens", f"{len(self.prompt_token_ids):,}, of which {self.num_cached_tokens:,} were reused"),
+        ]
+        return card(f"Request {self.request_id}", figures, self.text)
 
 
 class StepOutput(NamedTuple):
