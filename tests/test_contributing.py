@@ -25,7 +25,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The repository with everything that the page says to create and to add."""
     home = tmp_path_factory.mktemp("copy") / "nanovllm"
     ignored = shutil.ignore_patterns("__pycache__", ".*", "build", "dist")
-    for name in ("src", "tests", "tools", "benchmarks", "docs", "examples"):
+    for name in ("src", "tests", "tools", "benchmarks", "docs", "examples", "deploy"):
         shutil.copytree(ROOT / name, home / name, ignore=ignored)
     for file in ROOT.iterdir():
         if file.is_file() and not file.name.startswith("."):
@@ -45,9 +45,9 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
             text = text.replace(found[1], ", ".join(sorted([*found[1].split(", "), imported])))
         (home / name).write_text(text)
     structure = home / "docs/structure.md"
-    structure.write_text(
-        structure.read_text().replace("`entrypoints/cli/memory.py` |", "`entrypoints/cli/memory.py`, `entrypoints/cli/count.py` |")
-    )
+    before, known = structure.read_text(), "`entrypoints/cli/memory.py`, "
+    assert before.count(known) == 1
+    structure.write_text(before.replace(known, known + "`entrypoints/cli/count.py`, "))
     run(home, "tools/write_reference.py")
     return home
 

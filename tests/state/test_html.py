@@ -62,7 +62,7 @@ def test_replies_show_their_text_and_why_they_ended(model: nv.Model) -> None:
     state = nv.init_state(model, num_pages=64)
     state, reply = nv.generate(model, state, "Once upon a time", GREEDY)
     page = reply._repr_html_()
-    assert f">{reply.text}<" in page and Cells(page).pairs()["ended by"] == "length" and "Chunk(8 tokens" in page
+    assert f">\n{reply.text}<" in page and Cells(page).pairs()["ended by"] == "length" and "Chunk(8 tokens" in page
     llm = nv.LLM(model, num_pages=64)
     (output,) = llm.generate("Once upon a time", GREEDY)
     told = Cells(output._repr_html_()).pairs()

@@ -12,7 +12,7 @@ def card(title: str, figures: Seq[tuple[str, object]], text: str | None = None) 
         '<div><b>Chunk</b><table><tr><th style="text-align:left">tokens</th><td style="text-align:left">4</td></tr></table></div>'
     """
     rows = "".join(f"<tr>{_cell('th', name)}{_cell('td', value)}</tr>" for name, value in figures)
-    shown = "" if text is None else f'<pre style="white-space:pre-wrap">{escape(text)}</pre>'
+    shown = "" if text is None else f'<pre style="white-space:pre-wrap">\n{escape(text)}</pre>'  # HTML leaves the first newline out
     return f"<div><b>{escape(title)}</b>{shown}<table>{rows}</table></div>"
 
 

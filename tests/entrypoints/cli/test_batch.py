@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +33,8 @@ def written(file: Path, *lines: dict[str, Any]) -> Path:
 
 def result(custom_id: str, status: int | None) -> dict[str, Any]:
     response = None if status is None else {"status_code": status, "request_id": "r", "body": {}}
-    return {"id": "batch_req_0", "custom_id": custom_id, "response": response, "error": None}
+    (own,) = requests_of(custom_id)
+    return {"id": "batch_req_0", "custom_id": custom_id, "response": response, "error": None, "request": own.digest}
 
 
 def requests_of(*names: str) -> list[BatchRequest]:
@@ -50,12 +52,13 @@ def test_requests_are_read_and_empty_lines_skipped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("bad", "match"),
     [
-        ("[1]", "in.jsonl:2: this is no JSON object"),
-        ("{", "in.jsonl:2: this is no JSON object: Expecting"),
-        ("[" * 100_000, "in.jsonl:2: this is no JSON object"),
-        (json.dumps(line(7)), "in.jsonl:2: custom_id=7 must be a string"),
-        (json.dumps(line("")), "in.jsonl:2: custom_id='' must be a string, and not empty"),
-        (json.dumps(line("a")), "in.jsonl:2: custom_id 'a' is that of line 1: each needs its own"),
+        ("[1]", "in.jsonl:2: this line is not a JSON object"),
+        ("{", "in.jsonl:2: this line is not a JSON object: Expecting"),
+        ("[" * 100_000, "in.jsonl:2: this line is not a JSON object"),
+        (json.dumps(line("\ud800")), "in.jsonl:2: custom_id=.* must be a string of whole characters"),
+        (json.dumps(line(7)), "in.jsonl:2: custom_id=7 must be a string of whole characters"),
+        (json.dumps(line("")), "in.jsonl:2: custom_id='' must be a string of whole characters, and not empty"),
+        (json.dumps(line("a")), "in.jsonl:2: custom_id 'a' is in line 1 too: each line needs another one"),
         (json.dumps(line("b", method="GET")), "in.jsonl:2: method='GET' must be 'POST'"),
         (json.dumps(line("b", url="/v1/embeddings")), "in.jsonl:2: url='/v1/embeddings' must be one of /v1/chat/completions"),
         (json.dumps(line("b", body=[])), r"in.jsonl:2: body=\[\] must be a JSON object"),
@@ -87,6 +90,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         (["--input", "in.jsonl", "--output", "out.jsonl", "Once"], "cannot be combined with a prompt"),
         (["--input", "in.jsonl", "--output", "out.jsonl", "--chat"], "cannot be combined with"),
         (["--input", "in.jsonl", "--output", "out.jsonl", "--temperature", "1", "--top-p", "0.5"], "--temperature, --top-p: with --input"),
+        (["--input", "in.jsonl", "--output", "out.jsonl", "--max-tokens", "3"], "--max-tokens: with --input"),
         (["--input", "in.jsonl", "--output", "/proc/no/out.jsonl"], "/proc/no/out.jsonl cannot be written"),
     ],
 )
@@ -100,10 +104,14 @@ def test_options_that_contradict_each_other(
 
 def test_an_unfinished_file_is_gone_on_from(tmp_path: Path) -> None:
     """Replies and the request's own faults stay, a server's faults and what was cut off are run again."""
-    file = written(tmp_path / "out.jsonl", result("a", 200), result("b", 500), result("c", 400), result("d", None))
+    file = written(tmp_path / "out.jsonl", result("a", 200), result("b", 500), result("c", 400), result("d", None), result("f", 429))
+    file.chmod(0o600)
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(file)
     kept = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join(kept) + json.dumps(result("e", 200)).encode()[:-7])
-    with ResultFile(file, requests_of(*"abcde")) as results:
+    with ResultFile(link, requests_of(*"abcdef")) as results:
+        assert link.is_symlink() and file.stat().st_mode & 0o777 == 0o600
         assert results.done == {"a", "c"} and results.num_failed == 1
         assert file.read_bytes() == kept[0] + kept[2]
         results.add(result("e", 200))
@@ -121,8 +129,11 @@ def test_a_whole_last_line_without_its_end_is_run_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("no JSON\n" + json.dumps(result("a", 200)) + "\n", "out.jsonl:1: this is no result of a batch"),
-        (json.dumps(result("other", 200)) + "\n", "out.jsonl:1: the batch has no custom_id 'other'"),
+        ("no JSON\n" + json.dumps(result("a", 200)) + "\n", "out.jsonl:1: this line is not the result of a batch"),
+        ('{"precious": true}\n', "out.jsonl:1: this line is not the result of a batch"),
+        ('{"precious": true}', "out.jsonl:1: this line is not the result of a batch"),
+        (json.dumps(result("other", 200)) + "\n", "out.jsonl:1: custom_id 'other': the batch has no such request"),
+        (json.dumps(result("a", 200) | {"request": "0"}) + "\n", "out.jsonl:1: custom_id 'a': the batch asks something else under this"),
     ],
 )
 def test_the_results_of_another_batch_are_left_alone(text: str, match: str, tmp_path: Path) -> None:
@@ -133,11 +144,57 @@ def test_the_results_of_another_batch_are_left_alone(text: str, match: str, tmp_
     assert file.read_text() == text
 
 
+def test_two_runs_do_not_write_one_file(tmp_path: Path) -> None:
+    file = written(tmp_path / "out.jsonl", result("a", 500))
+    with ResultFile(file, requests_of("a")) as first:
+        first.add(result("a", 200))
+        with pytest.raises(InvalidRequestError, match="another run writes to it"):
+            ResultFile(file, requests_of("a"))
+    with ResultFile(file, requests_of("a")) as second:
+        assert second.done == {"a"}
+
+
+def test_a_pipe_is_refused_and_half_a_character_is_written(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InvalidRequestError, match="not a plain file"):
+        ResultFile(tmp_path / "pipe", requests_of("a"))
+    with ResultFile(tmp_path / "out.jsonl", requests_of("a")) as results:
+        results.add(result("a", 200) | {"error": "\ud800"})
+    assert json.loads((tmp_path / "out.jsonl").read_text())["error"] == "\ud800"
+
+
+def test_the_input_is_not_the_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = written(tmp_path / "in.jsonl", line())
+    before = file.read_text()
+    assert cli.main(["generate", "--input", str(file), "--output", str(file)]) == 2
+    assert "is the input" in capsys.readouterr().err and file.read_text() == before
+
+
+def test_who_stops_waits_for_no_pause() -> None:
+    stopped = threading.Event()
+
+    def send(request: BatchRequest) -> Answer:
+        if request.custom_id == "a":
+            return Answer(200, None, None, {})
+        stopped.set()
+        raise ConnectionRefusedError("nobody")
+
+    results = answered(requests_of("a", "b"), send)
+    next(results)
+    stopped.wait(10)
+    began = time.monotonic()
+    results.close()
+    while any("ThreadPoolExecutor" in thread.name for thread in threading.enumerate()) and time.monotonic() < began + 10:
+        time.sleep(0.01)
+    assert time.monotonic() - began < 0.9  # the first pause is of a second
+
+
 def test_what_is_no_fault_of_a_request_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr(run_batch.time, "sleep", pauses.append)
+    monkeypatch.setattr(run_batch.threading.Event, "wait", lambda self, seconds=None: pauses.append(seconds or 0.0) or False)
+    busy = [Answer(429, "1", 7.0, {}), Answer(503, "2", 1e9, {}), *[Answer(429, "1", 1.0, {})] * (2 * TRIES)]
     ways: dict[str, Iterator[Any]] = {
-        "busy": iter([Answer(429, "1", 7.0, {}), Answer(503, "2", 1e9, {}), Answer(200, "3", None, {"x": 1})]),
+        "busy": iter([*busy, Answer(200, "3", None, {"x": 1})]),
         "faulty": iter([Answer(500, "4", None, {})] * TRIES),
         "own": iter([Answer(400, "5", None, {})]),
         "cut": iter([ConnectionResetError("gone"), Answer(200, "6", None, {})]),
@@ -155,7 +212,8 @@ def test_what_is_no_fault_of_a_request_is_tried_again(monkeypatch: pytest.Monkey
         "busy": 200, "faulty": 500, "own": 400, "cut": 200, "dead": None,
     }  # fmt: skip
     assert found["dead"]["error"] == {"code": "connection_error", "message": "nobody"} and found["cut"]["error"] is None
-    assert pauses[:2] == [7.0, run_batch.MOST_WAIT] and all(not list(way) for way in ways.values())
+    waited = [seconds for seconds in pauses if seconds]  # a thread that starts waits without a limit
+    assert waited[:4] == [7.0, run_batch.MOST_WAIT, 4.0, 8.0] and all(not list(way) for way in ways.values())
 
 
 def test_all_requests_are_answered_once_however_many() -> None:
@@ -172,7 +230,9 @@ def test_the_server_gets_the_options_of_the_model() -> None:
     assert set(words) >= {"--model=tiny", "--device=cpu", "--num-pages=64", "--tuning=off", "--eager"}
     served = parser.parse_args(["serve", *words])
     for name in (*run_batch.VALUES, *run_batch.FLAGS):
-        assert vars(served)[name] == vars(options)[name], name
+        if name != "max_step_ms":  # nobody waits for single tokens
+            assert vars(served)[name] == vars(options)[name], name
+    assert served.max_step_ms == float("inf")
 
 
 @pytest.mark.unhooked  # servers as processes
@@ -203,7 +263,7 @@ def test_a_batch_is_answered_and_gone_on_from(tmp_path: Path) -> None:
 
 
 @pytest.mark.unhooked
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_batch_that_is_killed_leaves_no_server(number: signal.Signals, tmp_path: Path) -> None:
     file = written(tmp_path / "in.jsonl", *(line(str(name), body=COMPLETION | {"max_tokens": 1500}) for name in range(64)))
     command = [sys.executable, "-m", "nanovllm", "generate", "--device", "cpu", "--num-pages", "256"]

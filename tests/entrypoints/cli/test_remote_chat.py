@@ -88,16 +88,17 @@ def test_ctrl_c_ends_the_reply_and_the_pages_come_back(
 
     def interrupted(body: dict[str, Any]) -> Any:
         for number, event in enumerate(plain(body)):
-            if number == 4:
+            if number == 12:
                 signal.raise_signal(signal.SIGINT)
             yield event
 
     monkeypatch.setattr(client, "events", interrupted)
-    talk = RemoteTalk(client, "tiny", None, None, {"max_tokens": 400, "ignore_eos": True, "temperature": 0})
+    talk = RemoteTalk(client, "tiny", None, False, {"max_tokens": 400, "ignore_eos": True, "temperature": 0})
     talk.say("Tell me a story.")
     assert "[stopped]" in capsys.readouterr().err
-    assert not talk.messages or talk.messages[-1]["role"] == "assistant"
+    assert [each["role"] for each in talk.messages] == ["user", "assistant"] and talk.messages[-1]["content"]
     server.wait_until_idle()
+    assert server.engine.state.pool.num_available == server.engine.state.config.num_pages
 
 
 def test_a_key_is_sent(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +107,7 @@ def test_a_key_is_sent(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("NANOVLLM_API_KEY", raising=False)
         code, _, told = run("Hello\n", address=address)
         assert code == 2 and "answers with status 401" in told and "secret" not in told
-        monkeypatch.setenv("NANOVLLM_API_KEY", "secret")
+        monkeypatch.setenv("NANOVLLM_API_KEY", "secret\n")  # as in a mounted file
         code, out, told = run("What is 3 + 4?\n", "--no-think", "--temperature", "0", address=address)
         assert code == 0 and "7" in out, told
 
@@ -116,6 +117,7 @@ def test_a_key_is_sent(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--model", "other"], "has no model 'other', but tiny"),
         (["--device", "cpu", "--num-pages", "9"], "--device, --num-pages: with --server the model and its engine are the server's"),
+        (["--eager", "--memory-fraction", "0.1", "--retain", "gap"], "--eager, --memory-fraction, --retain: with --server"),
     ],
 )
 def test_options_that_a_server_cannot_follow(run: Run, arguments: list[str], match: str) -> None:
@@ -129,7 +131,19 @@ def test_an_address_that_is_none_is_named(run: Run, address: str) -> None:
     assert code == 2 and f"--server {address}: " in told
 
 
-def test_a_server_that_is_not_there_or_no_server_of_ours_is_named(run: Run) -> None:
+@pytest.mark.parametrize("key", ["s\u20acret", "two\nlines"])
+def test_a_key_that_no_header_can_have_is_refused_and_not_shown(run: Run, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOVLLM_API_KEY", key)
+    code, _, told = run("Hello\n")
+    assert code == 2 and "NANOVLLM_API_KEY has characters" in told and "ret" not in told.replace("printable", "") and "lines" not in told
+
+
+def test_a_password_in_an_address_is_refused_and_not_shown(run: Run) -> None:
+    code, _, told = run("Hello\n", address="http://me:PASSWORD@127.0.0.1:1")
+    assert code == 2 and "without a name and a password" in told and "PASSWORD" not in told
+
+
+def test_a_server_that_is_not_there_is_named(run: Run) -> None:
     code, _, told = run("Hello\n", address="http://127.0.0.1:1")
     assert code == 2 and "http://127.0.0.1:1 cannot be reached" in told
 
@@ -157,7 +171,11 @@ class Breaking(BaseHTTPRequestHandler):
     ("rest", "match"),
     [
         (b"", "broke off its answer"),
-        (b"data: {no json\n\n", "broke off its answer: Expecting"),
+        (b"data: {no json\n\n", "gave an answer of another form: Expecting"),
+        (b"data: []\n\n", "gave an answer of another form"),
+        (b'data: {"choices": null}\n\n', "gave an answer of another form"),
+        (b'data: {"choices": [{"text": "x"}]}\n\n', "gave an answer of another form: 'delta'"),
+        (b'data: {"usage": {"completion_tokens": 1}}\n\n', "gave an answer of another form: 'prompt_tokens'"),
         (b'data: {"error": {"message": "the engine died"}}\n\n', "the engine died"),
     ],
 )
@@ -170,6 +188,33 @@ def test_an_answer_that_breaks_off_is_an_error(rest: bytes, match: str, capsys: 
             talk.say("Go on.")
         live.shutdown()
     assert capsys.readouterr().out == "Once\n" and talk.messages == []
+
+
+@pytest.mark.parametrize("page", [b"<html>hello</html>", b"[]", b'{"data": [1]}', b'{"data": null}'])
+def test_a_server_of_another_kind_is_an_error_and_controls_no_terminal(page: bytes, run: Run) -> None:
+    class Other(Breaking):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(page)
+
+    class Coloured(Breaking):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"data": [{"id": "\\u001b[31mred"}]}')
+
+        def do_POST(self) -> None:
+            self.send_response(400)
+            self.end_headers()
+            self.wfile.write(b"\x1b]0;OWNED\x07")
+
+    for handler, match in ((Other, "gave an answer of another form"), (Coloured, "answers with status 400")):
+        with ThreadingHTTPServer(("127.0.0.1", 0), handler) as live:
+            threading.Thread(target=live.serve_forever, daemon=True).start()
+            _, _, told = run("Hello\n", address=f"http://127.0.0.1:{live.server_port}")
+            live.shutdown()
+        assert match in told and "\x1b" not in told and "\x07" not in told
 
 
 def test_a_server_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

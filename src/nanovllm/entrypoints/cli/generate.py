@@ -18,6 +18,7 @@ from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.request import RequestOutput
 from nanovllm.tokenizer.tokenizer import check_text
 
+MOST = 256  # tokens of a reply, by default
 DESCRIPTION = """\
 Print the reply to one prompt, or to each prompt of a file. The model continues the text; with --chat it answers the text as a message.
 """
@@ -39,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="the system message; needs --chat")
     parser.add_argument("--no-think", action="store_true", help="answer without thinking first; needs --chat")
     add_model_options(parser)
-    add_sampling_options(parser, max_tokens=256)
+    add_sampling_options(parser, max_tokens=MOST)
+    parser.set_defaults(max_tokens=None)  # so that one can tell whether it was given
 
 
 def run_generate(options: argparse.Namespace) -> int:
@@ -49,10 +51,12 @@ def run_generate(options: argparse.Namespace) -> int:
     if options.input is not None:
         if options.prompts is not None or options.prompt or options.stream or options.chat or options.system or options.no_think:
             raise InvalidRequestError("--input cannot be combined with a prompt, --prompts, --stream or --chat: its lines say what to do")
-        if given := [name for name in SamplingParams.__dataclass_fields__ if name != "max_tokens" and vars(options).get(name) is not None]:
+        if given := [name for name in SamplingParams.__dataclass_fields__ if vars(options).get(name) is not None]:
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
             raise InvalidRequestError(f"{flags}: with --input, each line has its own: leave it out")
         return run_batch(options)
+    if options.max_tokens is None:
+        options = argparse.Namespace(**{**vars(options), "max_tokens": MOST})
     if options.prompts is not None and (options.prompt or options.stream):
         raise InvalidRequestError("--prompts cannot be combined with a prompt or --stream: its prompts come from the file")
     if not options.chat and (options.system or options.no_think):

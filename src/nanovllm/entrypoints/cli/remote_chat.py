@@ -9,20 +9,29 @@ import json
 import os
 import ssl
 import sys
-from collections.abc import Generator
-from contextlib import closing
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing, contextmanager
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
 from nanovllm.entrypoints.cli.chat_loop import talk
 from nanovllm.entrypoints.cli.serve import KEYS
-from nanovllm.entrypoints.display.terminal import CLOSE, OPEN, View, note
+from nanovllm.entrypoints.display.terminal import CLOSE, OPEN, View, clean, note
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.sampling.params import SamplingParams
 
 SECONDS = 600.0  # without a byte from the server
-OWN = ("device", "dtype", "quantization", "num_pages", "num_frames", "kv_dtype", "max_model_len", "max_step_ms", "tuning", "revision")
+# Options of an engine in this process, and their defaults.
+UNSET = (
+    "device", "dtype", "quantization", "num_pages", "num_frames", "kv_dtype", "max_model_len", "max_step_ms", "tuning", "revision",
+)  # fmt: skip
+OFF = ("download", "trust_remote_code", "quantize_head", "eager")
+ENGINES: Mapping[str, Any] = MappingProxyType(
+    {**dict.fromkeys(UNSET), **dict.fromkeys(OFF, False), "memory_fraction": 0.9, "retain": "recompute"}
+)
 SAMPLING = tuple(SamplingParams.__dataclass_fields__)
+FORMS = (ValueError, KeyError, TypeError, AttributeError, IndexError)  # from reading JSON of another form
 
 
 class ServerError(NanoVLLMError):
@@ -39,8 +48,13 @@ class Client:
             port = parts.port
         except ValueError as error:
             raise InvalidRequestError(f"--server {address}: {error}") from None
+        if "@" in address:
+            raise InvalidRequestError(f"--server: give an address without a name and a password; a key is the variable {KEYS}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise InvalidRequestError(f"--server {address}: give an address such as http://127.0.0.1:8000")
+        key = (key or "").strip()
+        if not (key.isascii() and key.isprintable()):
+            raise InvalidRequestError(f"the key in {KEYS} has characters that a header cannot have: give printable ASCII")
         self.address, self._host, self._port, self._tls = address, parts.hostname, port, parts.scheme == "https"
         self._path = parts.path.rstrip("/").removesuffix("/v1")
         self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
@@ -48,23 +62,32 @@ class Client:
     def models(self) -> list[str]:
         """The names of the server's models."""
         with closing(self._connection()) as connection:
-            found = json.loads(self._call(connection, "GET", "/v1/models").read())
-        return [each["id"] for each in found["data"]]
+            answer = self._call(connection, "GET", "/v1/models")
+            with self._as_ours():
+                return [str(each["id"]) for each in json.loads(answer.read())["data"]]
 
     def events(self, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
         """The events of a streamed chat completion."""
         with closing(self._connection()) as connection:
             answer = self._call(connection, "POST", "/v1/chat/completions", json.dumps(body).encode())
-            try:
+            with self._as_ours():
                 for line in answer:
                     data = line.removeprefix(b"data:").strip()
                     if data == b"[DONE]":
                         return
                     if line.startswith(b"data:"):
                         yield json.loads(data)
-            except (OSError, http.client.HTTPException, ValueError) as error:
-                raise ServerError(f"{self.address} broke off its answer: {error}") from None
         raise ServerError(f"{self.address} broke off its answer")
+
+    @contextmanager
+    def _as_ours(self) -> Iterator[None]:
+        """Turn the errors of reading an answer that breaks off, or has another form, into a `ServerError`."""
+        try:
+            yield
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerError(f"{self.address} broke off its answer: {error}") from None
+        except FORMS as error:
+            raise ServerError(f"{self.address} gave an answer of another form: {clean(str(error))[:200]}") from None
 
     def _connection(self) -> http.client.HTTPConnection:
         if self._tls:
@@ -86,9 +109,9 @@ class Client:
 def _message(text: str) -> str:
     """The message of OpenAI's error object, or the first words of another answer."""
     try:
-        return str(json.loads(text)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return text.strip()[:200] or "no reason was given"
+        return clean(str(json.loads(text)["error"]["message"]))
+    except FORMS:
+        return clean(text.strip()[:200]) or "no reason was given"
 
 
 class RemoteTalk:
@@ -106,7 +129,7 @@ class RemoteTalk:
 
     def about(self) -> str:
         """The name of the model, and where it is."""
-        return f"{self._model} at {self._client.address}. /help shows the commands."
+        return f"{clean(self._model)} at {self._client.address}. /help shows the commands."
 
     def say(self, text: str) -> None:
         """Send the conversation with a message, and print the answer as it comes."""
@@ -137,10 +160,12 @@ class RemoteTalk:
             events.close()
             print(view.end(), flush=True)
             note("[stopped]")
-        except ServerError:
+        except (ServerError, *FORMS) as error:
             if began:
                 print(view.end(), flush=True)
-            raise
+            if isinstance(error, ServerError):
+                raise
+            raise ServerError(f"{self._client.address} gave an answer of another form: {clean(str(error))[:200]}") from None
         else:
             print(view.end(), flush=True)
         if answer:  # without one, the message is forgotten
@@ -179,14 +204,14 @@ def run_remote_chat(options: argparse.Namespace) -> int:
         ServerError: The server cannot be reached, or it has no model.
     """
     given = vars(options)
-    if own := [name for name in OWN if given[name] is not None]:
+    if own := [name for name, default in ENGINES.items() if given[name] != default]:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in own)
         raise InvalidRequestError(f"{flags}: with --server the model and its engine are the server's: leave it out")
     client = Client(options.server, os.environ.get(KEYS))
     known = client.models()
     name = options.model if options.model in known else None
     if name is None and (options.model != "tiny" or not known):
-        raise ServerError(f"{options.server} has no model {options.model!r}, but {', '.join(known) or 'none'}")
+        raise ServerError(f"{client.address} has no model {options.model!r}, but {clean(', '.join(known)) or 'none'}")
     fields = {each: given[each] for each in SAMPLING if given.get(each) is not None}
     thinking = False if options.no_think else None
     return talk(RemoteTalk(client, name or known[0], options.system, thinking, fields))

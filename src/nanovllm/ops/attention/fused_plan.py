@@ -11,7 +11,7 @@ from nanovllm.ops.cuts import CutError, powers_of_two
 from nanovllm.types import Int32
 
 MOST_TOKENS, MOST_TILES = 1 << 14, 16  # limits for a batch of few rows: tokens of the batch, tiles of one program
-FP8_TOKENS = 1 << 12  # tokens of the batch in FP8: more are read sooner by `ops/attention/triton_cascade.py`
+FP8_TOKENS = 1 << 12  # tokens of the batch in FP8: with more, `ops/attention/triton_cascade.py` is expected to be quicker (not measured)
 PIPELINED = 16  # with more rows there are enough programs to keep many tiles in flight
 # (largest number of rows, tile configuration). A configuration is chosen so that a GPU's multiprocessors finish at the same time. So the
 # best number of programs does not grow steadily with the rows.

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -21,17 +20,17 @@ from urllib.parse import urlsplit
 
 from tqdm import tqdm
 
-from nanovllm.entrypoints.cli.batch.batch_file import SERVER_FAULT, BatchRequest, ResultFile, read_requests
+from nanovllm.entrypoints.cli.batch.batch_file import BUSY, SERVER_FAULT, BatchRequest, ResultFile, read_requests
 from nanovllm.entrypoints.cli.serve import KEYS, require_server
 from nanovllm.entrypoints.display.terminal import note
 from nanovllm.entrypoints.outputs import require_output
 from nanovllm.entrypoints.process import ended_in_order
-from nanovllm.errors import NanoVLLMError
+from nanovllm.errors import InvalidRequestError, NanoVLLMError
 
 SERVES = re.compile(r"serves .* at (http://\S+)")
 AT_ONCE = 320  # requests that the server has: as many as it runs, and some that wait
-TRIES = 4  # of a request that fails by no fault of its own
-BUSY = (429, 503)
+ROWS = 2048  # replies of a request, at most: texts of a list, times `n`
+TRIES = 4  # of a request that fails by no fault of its own; a busy server is asked again for as long as it is busy
 MOST_WAIT = 30.0  # seconds between two tries
 VALUES = (
     "model", "revision", "device", "dtype", "quantization", "num_pages", "num_frames", "kv_dtype", "max_model_len", "memory_fraction",
@@ -57,6 +56,8 @@ class Answer:
 def run_batch(options: argparse.Namespace) -> int:
     """Run `nanovllm generate --input FILE --output FILE`. Returns 0 if all requests were answered, otherwise 2."""
     require_server()
+    if options.output.exists() and options.input.exists() and options.output.samefile(options.input):
+        raise InvalidRequestError(f"--output {options.output} is the input: give another file")
     requests = read_requests(options.input)
     require_output(options.output)
     with ResultFile(options.output, requests) as results:
@@ -77,36 +78,41 @@ def run_batch(options: argparse.Namespace) -> int:
 
 def answered(requests: list[BatchRequest], send: Callable[[BatchRequest], Answer]) -> Iterator[dict[str, Any]]:
     """Send requests, several at a time, and yield their results in the order in which they end."""
-    left = iter(requests)
+    left, stopping = iter(requests), threading.Event()
     threads = ThreadPoolExecutor(min(AT_ONCE, len(requests)))
     try:
-        running: set[Future[dict[str, Any]]] = {threads.submit(_result, request, send) for request in islice(left, AT_ONCE)}
+        running: set[Future[dict[str, Any]]] = {threads.submit(_result, request, send, stopping) for request in islice(left, AT_ONCE)}
         while running:
             ended, running = wait(running, return_when=FIRST_COMPLETED)
-            running |= {threads.submit(_result, request, send) for request in islice(left, len(ended))}
+            running |= {threads.submit(_result, request, send, stopping) for request in islice(left, len(ended))}
             for one in ended:
                 yield one.result()
     finally:
+        stopping.set()
         threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _result(request: BatchRequest, send: Callable[[BatchRequest], Answer]) -> dict[str, Any]:
-    """The result of a request, in the form of OpenAI's batches."""
-    response, error = None, None
-    for last in range(TRIES):
-        pause = min(MOST_WAIT, 2.0**last)
+def _result(request: BatchRequest, send: Callable[[BatchRequest], Answer], stopping: threading.Event) -> dict[str, Any]:
+    """The result of a request, in the form of OpenAI's batches, with the request's digest."""
+    response, error, faults, pause = None, None, 0, 1.0
+    while faults < TRIES and not stopping.is_set():
+        wanted = 0.0
         try:
             answer = send(request)
         except (OSError, http.client.HTTPException, ValueError) as fault:
             response, error = None, {"code": "connection_error", "message": str(fault) or type(fault).__name__}
+            faults += 1
         else:
             response, error = {"status_code": answer.status, "request_id": answer.request_id, "body": answer.body}, None
             if answer.status < SERVER_FAULT and answer.status not in BUSY:
                 break
-            pause = min(MOST_WAIT, answer.retry_after or pause)
-        if last < TRIES - 1:
-            time.sleep(pause)
-    return {"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": request.custom_id, "response": response, "error": error}
+            faults += answer.status not in BUSY
+            wanted = answer.retry_after or 0.0
+        if faults < TRIES:
+            stopping.wait(min(MOST_WAIT, max(pause, wanted)))
+            pause = min(MOST_WAIT, 2 * pause)
+    told = {"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": request.custom_id, "response": response, "error": error}
+    return told | {"request": request.digest}
 
 
 def _sender(address: str, key: str) -> Callable[[BatchRequest], Answer]:
@@ -142,6 +148,7 @@ def serve_arguments(options: argparse.Namespace) -> list[str]:
     """The options of the model and the engine, as words of a command line of `nanovllm serve`."""
     given = vars(options)
     words = [f"--{name.replace('_', '-')}={_word(given[name])}" for name in VALUES if given[name] is not None]
+    words += ["--max-step-ms=inf"] if given["max_step_ms"] is None else []  # nobody waits for single tokens
     return words + [f"--{name.replace('_', '-')}" for name in FLAGS if given[name]]
 
 
@@ -154,7 +161,7 @@ def _server(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """A server with the options of the command, as a process of its own. Yields its address and its only key."""
     key = secrets.token_urlsafe(24)
     command = [sys.executable, "-m", "nanovllm", "serve", *serve_arguments(options)]
-    command += ["--port", "0", "--any-model-name", f"--max-waiting={2 * AT_ONCE}", "--shutdown-seconds=1"]
+    command += ["--port", "0", "--any-model-name", f"--max-waiting={AT_ONCE * ROWS}", "--shutdown-seconds=1"]
     parent = os.getpid()
     process = subprocess.Popen(
         command,
@@ -169,6 +176,7 @@ def _server(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
         address = next((found[1] for line in process.stdout if (found := SERVES.search(line))), None)
         if address is None:
             raise BatchServerError(f"the server of the batch ended with status {process.wait()} before it served: see the lines above")
+        threading.Thread(target=process.stdout.read, daemon=True).start()  # a full pipe would stop the server
         yield address, key
     finally:
         process.terminate()
