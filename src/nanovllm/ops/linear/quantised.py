@@ -182,7 +182,7 @@ class QuantisedMatrix:
 
         Examples:
             >>> from nanovllm.ops.linear.quantise import quantise
-            >>> quantise(torch.eye(2), "int4").dequantised(torch.float32).tolist()
+            >>> quantise(torch.eye(2), "int8").dequantised(torch.float32).tolist()
             [[1.0, 0.0], [0.0, 1.0]]
         """
         if len(self.shape) == 3:
@@ -233,8 +233,10 @@ def paired(matrix: QuantisedMatrix) -> QuantisedMatrix:
     """The matrix with 8-bit codes in pairs; a matrix of 4 bits as it is. The last block is filled with zeros."""
     if matrix.in_pairs:
         return matrix
-    codes = torch.nn.functional.pad(matrix.codes.view(torch.uint8), (0, -matrix.columns % BLOCK)).unflatten(-1, (-1, 2, HALF))
-    return replace(matrix, codes=codes.mT.flatten(-3).view(PAIRED[matrix.codes.dtype]))
+    codes, missing = matrix.codes.view(torch.uint8), -matrix.columns % BLOCK
+    if missing:  # padding by nothing would be a copy, too
+        codes = torch.nn.functional.pad(codes, (0, missing))
+    return replace(matrix, codes=codes.unflatten(-1, (-1, 2, HALF)).mT.flatten(-3).view(PAIRED[matrix.codes.dtype]))
 
 
 def unpaired(matrix: QuantisedMatrix) -> QuantisedMatrix:
