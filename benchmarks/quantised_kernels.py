@@ -83,8 +83,9 @@ def matrices(config: ModelConfig) -> tuple[Matrix, ...]:
 def copies(kind: str, each: Matrix) -> list[QuantisedMatrix]:
     """As many copies of a quantised matrix as are larger than L2 together."""
     codes, group, rows = KINDS[kind]
-    first = quantised_problem(codes, 256, each.width, group=group, rows=rows, scales=BF16 if codes == "int4" else torch.float32)
-    whole = torch.randint(0, 120, (each.outputs, first.codes.shape[1]), dtype=torch.uint8, device=CUDA).view(first.codes.dtype)
+    first = quantised_problem(codes, 256, each.width, group=group, rows=rows, scales=BF16 if codes == "int4" else torch.float32, pairs=True)
+    width = first.codes.shape[1] * first.codes.itemsize
+    whole = torch.randint(0, 120, (each.outputs, width), dtype=torch.uint8, device=CUDA).view(first.codes.dtype)
     grid = (-(-each.outputs // rows), first.scales.shape[1])
     one = replace(first, codes=whole, scales=torch.full(grid, 1e-3, dtype=first.scales.dtype, device=CUDA))
     count = max(2, math.ceil(COPIES / one.nbytes))
@@ -118,7 +119,6 @@ def few_ways(each: Matrix, weight: QuantisedMatrix, given: dict[str, Any]) -> It
         (32, 4, 64),
         (16, 8, 64),
         (32, 8, 64),
-        (16, 8, 128),
     ]
     tiles = dict.fromkeys([usual, *(FewTile(outputs=outputs, warps=warps, depth=depth) for outputs, warps, depth in near)])
     for tile in tiles:
@@ -164,7 +164,8 @@ def ways(part: str, each: Matrix, weight: QuantisedMatrix, rows: int, given: dic
         yield from many_ways(each, weight, rows, given, [{"stages": 8}, {"outputs": 32, "warps": 2}, {"parts": 8} if each.added else {}])
     elif part == "many":
         tall = {"outputs": 128, "warps": 8} if not each.gated else {"warps": 8}
-        yield from many_ways(each, weight, rows, given, [tall, {"outputs": 64, "warps": 4}, {"stages": 2}, {"stages": 4}, {"rows": 64}])
+        changes = [tall, {"outputs": 64, "warps": 4}, {"rows": 64}, *({"stages": stages} for stages in (2, 3, 4, 6))]
+        yield from many_ways(each, weight, rows, given, changes)
     else:
         yield from many_ways(each, weight, rows, given, [])
         yield Way(name="dequantised", tile=(), call=lambda w: by_dequantising(given["x"], w, None))

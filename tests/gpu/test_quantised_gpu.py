@@ -1,11 +1,13 @@
 """Products with quantised matrices on a GPU: every code, every form against float64, captured, and whole steps beside unquantised ones."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import nanovllm as nv
 from nanovllm.entrypoints.cli.bench.graph_timer import captured
 from nanovllm.models.common.batch import Batch
 from nanovllm.models.fast import fused
@@ -15,13 +17,15 @@ from nanovllm.ops.linear.linear import linear
 from nanovllm.ops.linear.linear_add_norm import linear_add_norm
 from nanovllm.ops.linear.norm_linear import norm_linear
 from nanovllm.ops.linear.quantise import KINDS, Kind
-from nanovllm.ops.linear.quantised import QuantisedMatrix
+from nanovllm.ops.linear.quantised import QuantisedMatrix, laid_out, unpaired
 from nanovllm.ops.linear.quantised_tiles import FUSED_ROWS, SUMMED, FewTile, ManyTile
 from nanovllm.state.kv_cache import KVState
 from nanovllm.testing.models import random_model, tiny_config
 from nanovllm.testing.problems import wide_norm_linear
 from nanovllm.testing.quantised_problems import dequantised, quantised_problem, rounded
 from tests.gpu.test_fused_gpu import error
+from tests.loading.quantisation.encoders import ENCODERS
+from tests.loading.quantisation.test_formats import SIZES, folders, leaves
 
 pytestmark = pytest.mark.gpu
 BF16, CUDA = torch.bfloat16, torch.device("cuda")
@@ -34,13 +38,12 @@ FORMS: list[tuple[Kind, int, int, dict[str, Any]]] = [
 
 
 def every_code(kind: Kind) -> tuple[QuantisedMatrix, torch.Tensor]:
-    """A row for each code that is a number, of equal columns, and the numbers, of both nibbles of 4-bit codes."""
+    """A row for each code that is a number, of equal columns, and the numbers, of both halves of pairs."""
     bits = torch.arange(256).to(torch.uint8)
     codes = bits if kind == "int4" else bits.view(torch.int8 if kind == "int8" else torch.float8_e4m3fn)
     codes = codes[codes.float().isfinite()]
-    columns = 128 if kind == "int4" else 64
-    whole = codes.view(torch.uint8)[:, None].repeat(1, 64).view(codes.dtype).cuda()
-    matrix = QuantisedMatrix(codes=whole, scales=torch.ones(len(codes), 1, device=CUDA), columns=columns, group=columns)
+    whole = codes.view(torch.uint8)[:, None].repeat(1, 64 if kind == "int4" else 128).view(codes.dtype).cuda()
+    matrix = laid_out(QuantisedMatrix(codes=whole, scales=torch.ones(len(codes), 1, device=CUDA), columns=128, group=128))
     return matrix, matrix.dequantised(torch.float32)
 
 
@@ -56,7 +59,7 @@ def test_every_code_is_converted_exactly(kind: Kind, dtype: torch.dtype) -> None
         out = torch.empty(matrix.shape, dtype=dtype, device=CUDA)
         triton_quantised_many.dequantise(matrix, 0, out, asm)
         assert torch.equal(out.float(), numbers) and torch.equal(out.signbit(), numbers.signbit())
-        for half in (0, 64)[: matrix.columns // 64]:
+        for half in (0, 64):
             x = torch.zeros(4, matrix.columns, dtype=dtype, device=CUDA)
             x[range(4), range(half, half + 4)] = 1
             want = numbers[:, half : half + 4].T
@@ -65,6 +68,25 @@ def test_every_code_is_converted_exactly(kind: Kind, dtype: torch.dtype) -> None
                 assert torch.equal(few.float(), want)
             many = triton_quantised_many.product(x, matrix, None, False, ManyTile(depth=64), False, asm=asm)
             assert torch.equal(many.float(), want)
+
+
+@pytest.mark.parametrize("name", ["fp8 in blocks", "compressed W8A8, asymmetric", "awq"])
+def test_a_checkpoint_is_laid_out_for_the_gpu(tmp_path: Path, name: str) -> None:
+    """And stands for the same weights; so does one that is rounded while it is loaded."""
+    folder, plain = folders(tmp_path, ENCODERS[name], tiny_config("Qwen3MoeForCausalLM", **SIZES))
+    for where, kind in ((folder, None), (plain, "fp8"), (plain, "int8")):
+        here, there = (nv.load_model(where, device, "bfloat16", tokenizer=False, quantization=kind) for device in ("cuda", "cpu"))
+        for one, other in zip(leaves(here), leaves(there), strict=True):
+            if isinstance(other, QuantisedMatrix):
+                assert isinstance(one, QuantisedMatrix) and one.in_pairs
+                assert torch.equal(one.dequantised(BF16).cpu(), other.dequantised(BF16))
+
+
+def test_other_layouts_are_multiplied_all_the_same() -> None:
+    """A matrix that a caller moved there as it was."""
+    for kind in KINDS:
+        matrix, x = quantised_problem(kind, 64, 136, device="cuda"), torch.randn(3, 136, device=CUDA).to(BF16)
+        torch.testing.assert_close(linear(x, unpaired(matrix)), linear(x, matrix), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 100, FUSED_ROWS + 1])

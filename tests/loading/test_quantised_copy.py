@@ -22,7 +22,7 @@ from nanovllm.loading.quantised_copy import SCHEMES, Format, packed_words, write
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.testing.models import save_hf_folder, tiny_config
 from tests.loading.quantisation.encoders import ENCODERS
-from tests.loading.quantisation.test_formats import folders
+from tests.loading.quantisation.test_formats import as_on_a_gpu, folders
 
 FORMATS: tuple[Format, ...] = ("fp8", "int8", "w4a16")
 SIZES: dict[str, Any] = {
@@ -61,6 +61,16 @@ def test_the_copy_holds_what_loading_would_round(architecture: str, form: Format
         if isinstance(leaf, QuantisedMatrix)
     }
     assert kinds == {SCHEMES[form].kind}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_gpu_writes_the_same_copy(form: Format, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_hf_folder(tmp_path / "plain", tiny_config(**SIZES))
+    write_quantised(folder, tmp_path / "here", form)
+    as_on_a_gpu(monkeypatch)
+    write_quantised(folder, tmp_path / "there", form)
+    here, there = ({file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("here", "there"))
+    assert here == there
 
 
 @pytest.mark.parametrize("form", FORMATS)

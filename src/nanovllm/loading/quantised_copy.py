@@ -27,7 +27,7 @@ from nanovllm.loading.safetensors_headers import PICKLED, TensorHeader, read_hea
 from nanovllm.loading.shards import Shards
 from nanovllm.loading.transformers.spec import TransformersSpec
 from nanovllm.ops.linear.quantise import GROUP, Kind, quantise
-from nanovllm.ops.linear.quantised import unpacked
+from nanovllm.ops.linear.quantised import unpacked, unpaired
 from nanovllm.types import FLOATS, Tensor
 
 Format = Literal["fp8", "int8", "w4a16"]
@@ -187,7 +187,7 @@ def _encoded(module: str, weight: Tensor, scheme: Scheme, name: str) -> dict[str
     """The tensors of a quantised matrix as compressed-tensors stores them."""
     if not weight.isfinite().all():
         raise CheckpointError(f"{name} has weights that are infinite or NaN")
-    matrix = quantise(weight, scheme.kind)
+    matrix = unpaired(quantise(weight, scheme.kind))
     parts = {"weight_scale": matrix.scales}
     if scheme.kind == "int4":
         parts |= {"weight_packed": packed_words(unpacked(matrix.codes, matrix.columns)), "weight_shape": torch.tensor(weight.shape)}

@@ -8,14 +8,14 @@ from torch.utils import _pytree as pytree
 
 from nanovllm.models.common.params import Params
 from nanovllm.ops.linear.quantise import Kind, quantise
-from nanovllm.ops.linear.quantised import QuantisedMatrix, joined, packed
+from nanovllm.ops.linear.quantised import QuantisedMatrix, joined, laid_out, packed, paired
 from nanovllm.testing.problems import routed
 from nanovllm.types import Tensor
 
 
 def quantised_problem(
     kind: Kind, outputs: int, columns: int, *, group: int | None = None, rows: int = 1, zeros: bool = False, order: bool = False,
-    scales: torch.dtype = torch.float32, spread: float = 1.0, device: str = "cpu", seed: int = 0,
+    scales: torch.dtype = torch.float32, spread: float = 1.0, device: str = "cpu", seed: int = 0, pairs: bool = False,
 ) -> QuantisedMatrix:  # fmt: skip
     """Return a matrix of random codes, all values of which occur if it is large enough. Weights are about `1 / sqrt(columns)`.
 
@@ -31,6 +31,7 @@ def quantised_problem(
         spread: The ratio of the largest scale to the smallest, about.
         device: The device of the matrix.
         seed: Another seed gives other codes, scales, zeros and another order.
+        pairs: Whether the matrix is laid out for the kernels of a GPU wherever it is; otherwise for its device.
     """
     random = torch.Generator().manual_seed(outputs * columns + (group or 0) + seed)
     if kind == "fp8":
@@ -53,25 +54,30 @@ def quantised_problem(
         group=wide,
         rows=rows,
     )
-    return pytree.tree_map(lambda each: None if each is None else each.to(device), matrix)
+    return _placed(matrix, device, pairs)
+
+
+def _placed(matrix: QuantisedMatrix, device: str, pairs: bool) -> QuantisedMatrix:
+    moved = pytree.tree_map(lambda each: None if each is None else each.to(device), matrix)
+    return paired(moved) if pairs else laid_out(moved)
 
 
 def quantised_experts_problem(
     kind: Kind, tokens: int, k: int, num: int, width: int, inner: int, *, dtype: torch.dtype = torch.float32, device: str = "cpu",
-    routing: str = "random", **form: Any,
+    routing: str = "random", pairs: bool = False, **form: Any,
 ) -> tuple[Tensor, QuantisedMatrix, QuantisedMatrix, Tensor, Tensor]:  # fmt: skip
     """Return inputs of `quantised_experts`. `form` are options of `quantised_problem`; all experts have the order of the first.
 
-    The other arguments are those of `experts_problem`.
+    `pairs` is as in `quantised_problem`. The other arguments are those of `experts_problem`.
     """
     torch.manual_seed(tokens * width + inner)
     x = torch.randn(tokens, width, device=device).to(dtype)
 
     def experts(outputs: int, columns: int) -> QuantisedMatrix:
-        each = [quantised_problem(kind, outputs, columns, device=device, seed=seed, **form) for seed in range(num)]
+        each = [quantised_problem(kind, outputs, columns, seed=seed, **form) for seed in range(num)]
         stacked = joined([replace(one, order=each[0].order) for one in each], dim=0)
         assert stacked is not None
-        return stacked
+        return _placed(stacked, device, pairs)
 
     return x, experts(2 * inner, width), experts(width, inner), *routed(tokens, k, num, dtype, device, routing)
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 import nanovllm as nv
 from nanovllm.config import ModelConfig
 from nanovllm.errors import CheckpointError, InvalidRequestError
-from nanovllm.ops.linear.quantised import QuantisedMatrix
+from nanovllm.ops.linear.quantised import QuantisedMatrix, paired
 from nanovllm.testing.models import save_hf_folder, tiny_config
 from tests.loading.quantisation.encoders import ENCODERS, Encoder
 
@@ -73,6 +73,29 @@ def test_a_checkpoint_becomes_the_weights_that_it_stands_for(tmp_path: Path, nam
     params = nv.SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     replies = [nv.LLM(model).generate([[1, 2, 3], [4, 5]], params) for model in (quantised, plain)]
     assert [reply.token_ids for reply in replies[0]] == [reply.token_ids for reply in replies[1]]
+
+
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("loading.quantisation.arranging", "ops.linear.quantise"):
+        monkeypatch.setattr(f"nanovllm.{module}.laid_out", paired)
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "Ernie4_5ForCausalLM"])
+@pytest.mark.parametrize("name", ["fp8 in blocks", "compressed W8A8, asymmetric", "awq"])
+def test_matrices_are_laid_out_for_a_gpu(tmp_path: Path, name: str, architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They stand for the same weights, those of experts and with rows that are moved too, and so do rounded ones."""
+    folder, plain = folders(tmp_path, ENCODERS[name], tiny_config(architecture, **SIZES))
+    here = load(plain, quantization="fp8", quantize_head=True)
+    as_on_a_gpu(monkeypatch)
+    quantised, rounded = load(folder), load(plain, quantization="fp8", quantize_head=True)
+    require_equal(quantised, load(plain), {ENCODERS[name].kind})
+    for model in (quantised, rounded):
+        assert all(leaf.in_pairs for leaf in leaves(model) if isinstance(leaf, QuantisedMatrix))
+    assert rounded.fingerprint == here.fingerprint
+    for one, other in zip(leaves(rounded), leaves(here), strict=True):
+        assert isinstance(one, QuantisedMatrix) == isinstance(other, QuantisedMatrix)
+        if isinstance(one, QuantisedMatrix) and isinstance(other, QuantisedMatrix):
+            assert torch.equal(one.dequantised(torch.float32), other.dequantised(torch.float32))
 
 
 @pytest.mark.parametrize("name", ["fp8 in blocks", "compressed W4A16, asymmetric", "gptq", "awq"])

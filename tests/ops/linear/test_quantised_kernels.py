@@ -10,7 +10,7 @@ from nanovllm.ops.linear.linear import linear
 from nanovllm.ops.linear.linear_add_norm import linear_add_norm
 from nanovllm.ops.linear.norm_linear import norm_linear
 from nanovllm.ops.linear.quantise import KINDS, Kind
-from nanovllm.ops.linear.quantised import QuantisedMatrix
+from nanovllm.ops.linear.quantised import QuantisedMatrix, paired
 from nanovllm.ops.linear.quantised_tiles import (
     FewTile,
     ManyTile,
@@ -33,6 +33,7 @@ FORMS: list[tuple[Kind, int, int, dict[str, Any]]] = [
     ("int4", 24, 256, {"group": 128, "scales": torch.bfloat16}), ("int4", 13, 640, {"group": 64, "zeros": True}),
     ("int4", 10, 264, {"group": 32, "zeros": True, "scales": torch.float16}), ("int4", 6, 384, {**ROW, "zeros": True}),
     ("int4", 12, 512, {"group": 256, "spread": 1e4}), ("int4", 7, 200, {"group": 40, "rows": 3, "zeros": True}),
+    ("int8", 7, 200, {"group": 40, "rows": 3, "zeros": True}), ("fp8", 12, 640, {"group": 64, "spread": 1e4}),
     ("int8", 24, 256, {**ROW, "spread": 1e4}), ("int8", 14, 264, {"group": 64, "zeros": True}), ("int8", 12, 1032, {**ROW, "zeros": True}),
     ("fp8", 130, 264, {"group": 128, "rows": 128, "scales": torch.bfloat16}), ("fp8", 10, 136, {**ROW, "spread": 1e4}),
 ]  # fmt: skip
@@ -58,15 +59,14 @@ def every_code(kind: Kind) -> tuple[QuantisedMatrix, torch.Tensor]:
     codes, numbers = codes[numbers.isfinite()], numbers[numbers.isfinite()]
     if kind == "int4":
         numbers = torch.stack([(bits & 15).float() - 8, (bits >> 4).float() - 8])
-    columns = 128 if kind == "int4" else 64
-    whole = codes.view(torch.uint8)[:, None].repeat(1, 64).view(codes.dtype)
-    return QuantisedMatrix(codes=whole, scales=torch.ones(len(codes), 1), columns=columns, group=columns), numbers
+    whole = codes.view(torch.uint8)[:, None].repeat(1, 64 if kind == "int4" else 128).view(codes.dtype)
+    return paired(QuantisedMatrix(codes=whole, scales=torch.ones(len(codes), 1), columns=128, group=128)), numbers
 
 
 @interpreted
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_code_is_converted_exactly(kind: Kind) -> None:
-    """By inputs that are 1 in one place: every byte of a word, and both nibbles."""
+    """By inputs that are 1 in one place: every byte of a word, and both halves of a pair."""
     from nanovllm.ops.linear import triton_quantised_few, triton_quantised_many
 
     matrix, numbers = every_code(kind)
@@ -75,7 +75,7 @@ def test_every_code_is_converted_exactly(kind: Kind) -> None:
         out = torch.empty(matrix.shape, dtype=dtype)
         triton_quantised_many.dequantise(matrix, 0, out)
         assert torch.equal(out, matrix.dequantised(dtype)) and torch.equal(out.signbit(), matrix.dequantised(dtype).signbit())
-        for half in (0, 64)[: matrix.columns // 64]:
+        for half in (0, 64):
             x = torch.zeros(4, matrix.columns, dtype=dtype)
             x[range(4), range(half, half + 4)] = 1
             want = (numbers[half // 64] if kind == "int4" else numbers).to(dtype).expand(4, -1)
@@ -96,7 +96,7 @@ def test_few_rows(form: tuple[Kind, int, int, dict[str, Any]], rows: int, gated:
 
     kind, outputs, columns, more = form
     outputs += outputs % 2
-    matrix, x = quantised_problem(kind, outputs, columns, **more), inputs(rows, columns)
+    matrix, x = quantised_problem(kind, outputs, columns, **more, pairs=True), inputs(rows, columns)
     assert regular(matrix) and serves_few(matrix, 1)
     width = outputs // 2 if gated else outputs
     gain = torch.rand(columns) + 0.5 if norm else None
@@ -113,7 +113,8 @@ def test_few_rows(form: tuple[Kind, int, int, dict[str, Any]], rows: int, gated:
     ("kind", "columns", "depth", "more"),
     [("int4", 512, 64, {"group": 128, "scales": torch.bfloat16}), ("int4", 512, 32, {"group": 32, "zeros": True}),
      ("int4", 256, 64, {"group": 64}), ("int4", 256, 64, {"group": None, "zeros": True}), ("int8", 256, 64, {"group": None}),
-     ("int8", 512, 128, {"group": 128, "zeros": True}), ("fp8", 256, 64, {"group": 128, "rows": 16}), ("fp8", 256, 32, {"group": None})],
+     ("int8", 512, 64, {"group": 128, "zeros": True}), ("int8", 512, 32, {"group": 32, "zeros": True}),
+     ("fp8", 256, 64, {"group": 128, "rows": 16}), ("fp8", 256, 32, {"group": None})],
 )  # fmt: skip
 @pytest.mark.parametrize(("rows", "gated", "norm", "extras"), [(1, True, True, False), (2, False, True, False), (3, False, False, True)])
 def test_few_rows_on_tensor_cores(
@@ -122,7 +123,7 @@ def test_few_rows_on_tensor_cores(
     from nanovllm.ops.linear import triton_quantised_few
 
     outputs = 38
-    matrix, x = quantised_problem(kind, outputs, columns, **more), inputs(rows, columns)
+    matrix, x = quantised_problem(kind, outputs, columns, **more, pairs=True), inputs(rows, columns)
     width, tile = outputs // 2 if gated else outputs, FewTile(outputs=16, warps=2, depth=depth)
     assert few_fits(tile, matrix, gated)
     gain = torch.rand(columns) + 0.5 if norm else None
@@ -140,7 +141,7 @@ def test_many_rows(form: tuple[Kind, int, int, dict[str, Any]], rows: int, gated
 
     kind, outputs, columns, more = form
     outputs += outputs % 2 if gated else 0
-    matrix, x = quantised_problem(kind, outputs, columns, **more), inputs(rows, columns)
+    matrix, x = quantised_problem(kind, outputs, columns, **more, pairs=True), inputs(rows, columns)
     width = outputs // 2 if gated else outputs
     bias = torch.randn(width) if extras else None
     want = wide_norm_linear(x, matrix.dequantised(torch.float64), None, bias, None, 0.0, gated)
@@ -161,7 +162,7 @@ def test_a_matrix_is_dequantised(form: tuple[Kind, int, int, dict[str, Any]]) ->
     from nanovllm.ops.linear.quantised_cuda import by_dequantising
 
     kind, outputs, columns, more = form
-    matrix = quantised_problem(kind, outputs, columns, **more)
+    matrix = quantised_problem(kind, outputs, columns, **more, pairs=True)
     for dtype in (torch.float16, torch.float32):
         for first in (0, 3):
             out = torch.full((outputs - first, columns), torch.nan, dtype=dtype)
@@ -181,7 +182,7 @@ def test_fp8_at_its_limits(value: float) -> None:
     codes = torch.full((16, 128), value).to(torch.float8_e4m3fn)
     x = inputs(2, 128)
     for scale in (2.0**-60, 1.0, 2.0**60):
-        matrix = QuantisedMatrix(codes=codes, scales=torch.full((16, 1), scale), columns=128, group=128)
+        matrix = paired(QuantisedMatrix(codes=codes, scales=torch.full((16, 1), scale), columns=128, group=128))
         want = (x.double().sum(1, keepdim=True) * value * scale).expand(2, 16)
         for got in (
             triton_quantised_few.launch(x, matrix, None, None, None, 0.0, False, FewTile(outputs=4, warps=1), False),
@@ -200,7 +201,7 @@ def test_integers_at_their_limits(kind: Kind, code: int, zero: int | None) -> No
     like = quantised_problem(kind, 16, 256, group=128)
     stored = torch.full_like(like.codes, (code + 8) * 17 if kind == "int4" else code)
     zeros = None if zero is None else torch.full((16, 2), zero, dtype=torch.int16)
-    matrix = replace(like, codes=stored, zeros=zeros, scales=torch.tensor([[2.0**-30, 2.0**-31]]).repeat(16, 1))
+    matrix = paired(replace(like, codes=stored, zeros=zeros, scales=torch.tensor([[2.0**-30, 2.0**-31]]).repeat(16, 1)))
     x = inputs(2, 256)
     want = x.double() @ matrix.dequantised(torch.float64).T
     limit = 1e-5 * 2.0**-30 * (abs(code - (zero or 0)) + 8) * 16
@@ -216,7 +217,7 @@ def test_integers_at_their_limits(kind: Kind, code: int, zero: int | None) -> No
 def test_bits_of_a_row_do_not_depend_on_the_other_rows(kind: Kind) -> None:
     from nanovllm.ops.linear import triton_quantised_few, triton_quantised_many
 
-    matrix, x = quantised_problem(kind, 24, 256, group=128), inputs(33, 256)
+    matrix, x = quantised_problem(kind, 24, 256, group=128, pairs=True), inputs(33, 256)
     gain = torch.rand(256) + 0.5
     few = [
         triton_quantised_few.launch(x[:rows], matrix, gain, None, None, 1e-6, True, tile, False)
@@ -238,7 +239,7 @@ def test_bits_of_a_row_do_not_depend_on_the_other_rows(kind: Kind) -> None:
 def test_few_rows_round_where_the_plain_functions_do(kind: Kind, gains: torch.dtype, gated: bool, act: str) -> None:
     from nanovllm.ops.linear import triton_quantised_few
 
-    matrix, x = quantised_problem(kind, 24, 256, group=128 if kind == "int4" else None), inputs(2, 256, torch.float16)
+    matrix, x = quantised_problem(kind, 24, 256, group=128 if kind == "int4" else None, pairs=True), inputs(2, 256, torch.float16)
     gain = (torch.rand(256) + 0.5).to(gains)
     gain[::37] = 9.5
     residual = None if gated else inputs(2, 24, torch.float16)
@@ -263,7 +264,7 @@ def test_the_ops_choose_kernels_that_compute_the_same(kind: Kind, order: bool, r
     """As on a GPU: few rows, many, and more than the kernels take."""
     from nanovllm.ops.linear import quantised_cuda
 
-    matrix, x = quantised_problem(kind, 48, 256, group=64, order=order), inputs(rows, 256)
+    matrix, x = quantised_problem(kind, 48, 256, group=64, order=order, pairs=True), inputs(rows, 256)
     gain, bias, residual, norm = torch.rand(256) + 0.5, torch.randn(48), inputs(rows, 48), torch.rand(48)
 
     def results() -> list[torch.Tensor]:
@@ -334,7 +335,7 @@ SHAPES = [
 @pytest.mark.parametrize("group", [None, 32, 128])
 def test_default_tiles_fit(kind: Kind, outputs: int, width: int, gated: bool, group: int | None) -> None:
     """On an H200, an A100 and a small card."""
-    matrix = quantised_problem(kind, 2, width, group=group)
+    matrix = quantised_problem(kind, 2, width, group=group, pairs=True)
     matrix = replace(matrix, codes=torch.empty(outputs, matrix.codes.shape[1], dtype=matrix.codes.dtype, device="meta"))
     tile = few_tile(matrix, gated)
     assert few_fits(tile, matrix, gated) and tile.outputs >= 2

@@ -8,7 +8,7 @@ import torch
 
 from nanovllm.ops.elementwise.norm_rope import ACTS
 from nanovllm.ops.linear.quantise import KINDS, Kind
-from nanovllm.ops.linear.quantised import QuantisedMatrix, joined
+from nanovllm.ops.linear.quantised import QuantisedMatrix, joined, paired, unpaired
 from nanovllm.ops.linear.quantised_tiles import FewTile, ManyTile, many_fits, scale_form
 from nanovllm.ops.moe.experts import ExpertsMismatchError, experts
 from nanovllm.ops.moe.quantised_experts import any_experts, few_tile, grouped_tiles, plain_experts, quantised_experts, tiles_of
@@ -61,7 +61,7 @@ def test_few_tokens(form: tuple[Kind, dict[str, Any]], sizes: tuple[int, ...], a
     from nanovllm.ops.moe import triton_quantised_experts
 
     kind, more = form
-    problem = quantised_experts_problem(kind, *sizes, **more)
+    problem = quantised_experts_problem(kind, *sizes, pairs=True, **more)
     want = wide(problem, act)
     for tiles in FEW:
         assert error(triton_quantised_experts.launch(*problem, act, tiles, False), want) < 1e-4
@@ -79,7 +79,7 @@ def test_many_tokens(form: tuple[Kind, dict[str, Any]], sizes: tuple[int, ...], 
     from nanovllm.ops.moe import triton_quantised_experts
 
     kind, more = form
-    problem = quantised_experts_problem(kind, *sizes, routing=routing, **more)
+    problem = quantised_experts_problem(kind, *sizes, routing=routing, pairs=True, **more)
     want = wide(problem, act)
     for tiles in MANY:
         assert error(triton_quantised_experts.launch(*problem, act, tiles, False), want) < 1e-5
@@ -92,11 +92,12 @@ def test_codes_at_their_limits(kind: Kind, code: float, zero: int | None) -> Non
     """Sums of summands far larger than the codes are subtracted again. One neuron's gate is large, so that its activation is known."""
     from nanovllm.ops.moe import triton_quantised_experts
 
-    x, gate_up, down, chosen, weights = quantised_experts_problem(kind, 3, 2, 4, 256, 128, group=128)
+    x, gate_up, down, chosen, weights = quantised_experts_problem(kind, 3, 2, 4, 256, 128, group=128, pairs=True)
     byte = torch.tensor(code).to(torch.float8_e4m3fn).view(torch.uint8) if kind == "fp8" else torch.tensor(code)
+    down = unpaired(down)
     stored = torch.full_like(down.codes.view(torch.uint8), (int(code) + 8) * 17 if kind == "int4" else int(byte) & 255)
     zeros = None if zero is None or kind == "fp8" else torch.full(down.scales.shape, zero, dtype=torch.int16)
-    down = replace(down, codes=stored.view(down.codes.dtype), zeros=zeros, scales=torch.full_like(down.scales, 2.0**-30))
+    down = paired(replace(down, codes=stored.view(down.codes.dtype), zeros=zeros, scales=torch.full_like(down.scales, 2.0**-30)))
     problem = (x, gate_up, down, chosen, weights)
     want = wide(problem)
     limit = 1e-5 * 2.0**-30 * (abs(code - (zero or 0)) + 8) * 128
@@ -109,7 +110,9 @@ def test_codes_at_their_limits(kind: Kind, code: float, zero: int | None) -> Non
 def test_the_kernels_round_where_the_plain_functions_do(kind: Kind) -> None:
     from nanovllm.ops.moe import triton_quantised_experts
 
-    x, gate_up, down, chosen, weights = quantised_experts_problem(kind, 5, 2, 6, 256, 128, group=128 if kind == "int4" else None)
+    x, gate_up, down, chosen, weights = quantised_experts_problem(
+        kind, 5, 2, 6, 256, 128, group=128 if kind == "int4" else None, pairs=True
+    )
     given = (x.half(), gate_up, down, chosen, weights)
     want = experts(x.half(), gate_up.dequantised(torch.float16), down.dequantised(torch.float16), chosen, weights.half())
     for tiles in (FEW[0], MANY[1]):
@@ -123,7 +126,7 @@ def test_the_kernels_round_where_the_plain_functions_do(kind: Kind) -> None:
 def test_bits_of_a_row_do_not_depend_on_the_other_rows(kind: Kind) -> None:
     from nanovllm.ops.moe import triton_quantised_experts
 
-    x, gate_up, down, chosen, weights = quantised_experts_problem(kind, 19, 2, 4, 256, 64, group=128)
+    x, gate_up, down, chosen, weights = quantised_experts_problem(kind, 19, 2, 4, 256, 64, group=128, pairs=True)
     for tiles in (FEW[1], MANY[0]):
         every = triton_quantised_experts.launch(x, gate_up, down, chosen, weights, "silu", tiles, False)
         again = triton_quantised_experts.launch(x, gate_up, down, chosen, weights, "silu", tiles, False)
@@ -140,7 +143,7 @@ def test_the_op_chooses_kernels_that_compute_the_same(kind: Kind, order: bool, t
     """As on a GPU: few tokens, and many. Matrices that are not contiguous run one by one."""
     from nanovllm.ops.moe import quantised_experts as module
 
-    problem = quantised_experts_problem(kind, tokens, 2, 8, 256, 128, group=64, order=order)
+    problem = quantised_experts_problem(kind, tokens, 2, 8, 256, 128, group=64, order=order, pairs=True)
     want, asked = wide(problem), list[str]()
     monkeypatch.setattr(module, "PROGRAMS", 1)  # the interpreter is slow per program
     monkeypatch.setattr(module, "own_kernels", lambda device, dtype: not asked.append("asked"))
@@ -175,7 +178,8 @@ REAL = {"qwen3-30b-a3b": (8, 128, 2048, 768), "mixtral-8x7b": (2, 8, 4096, 14336
 def test_every_number_of_tokens_has_tiles_that_fit(name: str, kind: Kind, group: int | None) -> None:
     k, num, width, inner = REAL[name]
     gate_up, down = (
-        as_shape(quantised_problem(kind, 2, columns, group=group), num, rows) for rows, columns in ((2 * inner, width), (width, inner))
+        as_shape(quantised_problem(kind, 2, columns, group=group, pairs=True), num, rows)
+        for rows, columns in ((2 * inner, width), (width, inner))
     )
     for memory in (200_000, 158_720, 93_184):
         for tokens in (1, 2, 4, 8, 16, 64, 256, 1024, 4096):
@@ -185,8 +189,8 @@ def test_every_number_of_tokens_has_tiles_that_fit(name: str, kind: Kind, group:
                 assert tiles.gate_up.rows == tiles.down.rows and tiles.gate_up.parts == tiles.down.parts == 1
                 for tile, matrix, gated in ((tiles.gate_up, gate_up, True), (tiles.down, down, False)):
                     assert many_fits(tile, matrix, gated, memory, split=False) and scale_form(matrix, tile.depth) != "spread"
-    assert few_tile(as_shape(quantised_problem(kind, 2, 12), num, 8), 2, 100) is None  # columns that vectors do not fill
-    odd = as_shape(quantised_problem(kind, 2, 200, group=20), num, 64)
+    assert few_tile(as_shape(quantised_problem(kind, 2, 12, pairs=True), num, 8), 2, 100) is None  # columns that vectors do not fill
+    odd = as_shape(quantised_problem(kind, 2, 200, group=20, pairs=True), num, 64)
     assert grouped_tiles(300, odd, down, 200_000).down.rows == grouped_tiles(300, odd, down, 200_000).gate_up.rows == 64
 
 

@@ -7,19 +7,19 @@ from dataclasses import replace
 import torch
 
 from nanovllm.models.common.params import ParamInfo, as_kept
-from nanovllm.ops.linear.quantised import QuantisedMatrix, by_row, joined
+from nanovllm.ops.linear.quantised import QuantisedMatrix, by_row, joined, laid_out
 from nanovllm.types import Tensor
 
 
 def arranged(info: ParamInfo, stored: Sequence[QuantisedMatrix | Tensor], dtype: torch.dtype) -> QuantisedMatrix | Tensor:
-    """The parameter that `info` describes, from its matrices in the order of `info.sources`.
+    """The parameter that `info` describes, from its matrices in the order of `info.sources`, laid out for its device.
 
     It is dequantised to `dtype` if its matrices cannot be one: some are not quantised, their formats or orders differ, or channels of its
     inputs are padded.
     """
     whole = None if info.columns or info.transposed or info.offset else _whole(info, stored)
     if whole is not None:
-        return whole
+        return laid_out(whole)
     flat = [(each.dequantised(dtype) if isinstance(each, QuantisedMatrix) else each.to(dtype)).flatten() for each in stored]
     return as_kept(info, torch.cat(flat))
 

@@ -22,6 +22,8 @@ SPAN = 32  # a group of columns must be a multiple of this number, or a whole ro
 
 def unsupported(matrix: QuantisedMatrix) -> str:
     """What of a matrix the C functions do not support, in words; empty if they support it. Asked for each matrix at each step."""
+    if matrix.codes.dtype not in KINDS:
+        return "codes in pairs"
     grouped = matrix.group % SPAN == 0 or matrix.group >= matrix.columns
     if grouped and matrix.codes.dim() == 2 and matrix.codes.numel() > 0 and matrix.scales.dtype in SCALES:
         return ""

@@ -4,7 +4,7 @@ from typing import Literal
 
 import torch
 
-from nanovllm.ops.linear.quantised import QuantisedMatrix, packed
+from nanovllm.ops.linear.quantised import QuantisedMatrix, laid_out, packed
 from nanovllm.types import Tensor
 
 Kind = Literal["fp8", "int8", "int4"]
@@ -27,7 +27,7 @@ def quantise(weight: Tensor, kind: Kind, group: int | None = None) -> QuantisedM
         group: Columns that a scale serves. None: the whole row for 8 bits, 128 for 4 bits.
 
     Returns:
-        The quantised matrix, on the device of `weight`. Infinite or NaN weights give scales that are not finite.
+        The quantised matrix, on the device of `weight` and laid out for it. Infinite or NaN weights give scales that are not finite.
 
     Examples:
         >>> from nanovllm.ops.linear.quantise import quantise
@@ -46,7 +46,8 @@ def quantise(weight: Tensor, kind: Kind, group: int | None = None) -> QuantisedM
         codes[at], scales[at] = _rounded(flat[at].float(), kind, wide, groups, scales.dtype)
     shape = weight.shape[:-1]
     kept = packed(codes) if kind == "int4" else codes
-    return QuantisedMatrix(codes=kept.view(*shape, kept.shape[-1]), scales=scales.view(*shape, groups), columns=columns, group=wide)
+    codes, scales = kept.view(*shape, kept.shape[-1]), scales.view(*shape, groups)
+    return laid_out(QuantisedMatrix(codes=codes, scales=scales, columns=columns, group=wide))
 
 
 def _rounded(flat: Tensor, kind: Kind, group: int, groups: int, kept: torch.dtype) -> tuple[Tensor, Tensor]:

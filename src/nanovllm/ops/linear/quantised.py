@@ -1,4 +1,4 @@
-"""`QuantisedMatrix`: a weight matrix of 4 or 8 bits per weight, in the one form that all kernels read.
+"""`QuantisedMatrix`: a weight matrix of 4 or 8 bits per weight, in the one form that all products read.
 
 Every checkpoint format becomes this form while it is loaded. A weight stands for `(code - zero) * scale`. One scale, and one zero if the
 format has zeros, serves `group` columns of `rows` rows.
@@ -6,14 +6,17 @@ format has zeros, serves `group` columns of `rows` rows.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from nanovllm.types import Tensor, brief_fields, register_value
 
-BLOCK = 128  # columns of 4-bit codes that are packed together
+BLOCK = 128  # columns whose codes are packed together
 HALF = BLOCK // 2
+PAIRED = MappingProxyType({torch.int8: torch.int16, torch.float8_e4m3fn: torch.uint16})  # what pairs of 8-bit codes are stored as
+UNPAIRED = MappingProxyType({pair: one for one, pair in PAIRED.items()})
 MIDDLE = 8  # a 4-bit code is stored with this offset, so that a nibble is never negative
 PIECE = 1 << 22  # weights that are dequantised at once, which bounds the float32 copies
 
@@ -28,8 +31,13 @@ class QuantisedMatrix:
     4-bit codes lie between -8 and 7. They are stored plus 8, two per byte: byte j of a block of 128 columns holds column j in its low
     nibble and column j + 64 in its high nibble. The last block is filled with codes that belong to no column.
 
+    8-bit codes lie one after another where C reads them, on a CPU. The kernels of a GPU read them in pairs, which are packed as 4-bit
+    codes are: pair j of a block holds column j in its low byte and column j + 64 in its high byte. `paired` and `unpaired` convert a
+    matrix, and `laid_out` chooses by its device.
+
     Attributes:
-        codes: The weights: int8 or float8_e4m3fn `[..., N, K]`; 4-bit codes as uint8 `[..., N, 64 * ceil(K / 128)]`.
+        codes: The weights: int8 or float8_e4m3fn `[..., N, K]`; in pairs of them, as int16 or uint16, or as 4-bit codes in uint8,
+            `[..., N, 64 * ceil(K / 128)]`.
         scales: The scales, `[..., ceil(N / rows), ceil(K / group)]`, in float32, float16 or bfloat16.
         zeros: The zero points, int16, in the shape of `scales`. None: all are 0.
         order: For each column of the codes, the input that it is multiplied by, int32 `[K]`. None: the same column.
@@ -80,7 +88,21 @@ class QuantisedMatrix:
             >>> quantise(torch.ones(2, 128), "fp8").kind
             'fp8'
         """
-        return {torch.uint8: "int4", torch.int8: "int8"}.get(self.codes.dtype, "fp8")
+        return {torch.uint8: "int4", torch.int8: "int8", torch.int16: "int8"}.get(self.codes.dtype, "fp8")
+
+    @property
+    def in_pairs(self) -> bool:
+        """Whether the kernels of a GPU can read the codes: 4-bit codes, and 8-bit codes in pairs.
+
+        Returns:
+            The answer.
+
+        Examples:
+            >>> from nanovllm.ops.linear.quantise import quantise
+            >>> [quantise(torch.ones(2, 128), kind).in_pairs for kind in ("int4", "int8")]  # on a CPU
+            [True, False]
+        """
+        return self.codes.dtype not in PAIRED
 
     @property
     def shape(self) -> torch.Size:
@@ -160,7 +182,7 @@ class QuantisedMatrix:
 
         Examples:
             >>> from nanovllm.ops.linear.quantise import quantise
-            >>> quantise(torch.eye(2), "int4").dequantised(torch.float32).tolist()
+            >>> quantise(torch.eye(2), "int8").dequantised(torch.float32).tolist()
             [[1.0, 0.0], [0.0, 1.0]]
         """
         if len(self.shape) == 3:
@@ -175,7 +197,7 @@ class QuantisedMatrix:
         return torch.empty_like(out).index_copy_(1, self.order.long(), out)
 
     def _weights(self, wide: torch.dtype) -> Tensor:
-        codes = unpacked(self.codes, self.columns) if self.bits == 4 else self.codes
+        codes = unpacked(self.codes, self.columns) if self.bits == 4 else unpaired(self).codes
         scales = spread(self.scales, self.shape, self.rows, self.group).to(wide)
         if self.zeros is None:
             return codes.to(wide) * scales
@@ -205,6 +227,30 @@ def unpacked(codes: Tensor, columns: int) -> Tensor:
     """The inverse of `packed`: int8 `[..., columns]`."""
     bytes_ = codes.unflatten(-1, (-1, HALF))
     return (torch.stack((bytes_ & 15, bytes_ >> 4), -2).to(torch.int8) - MIDDLE).flatten(-3)[..., :columns]
+
+
+def paired(matrix: QuantisedMatrix) -> QuantisedMatrix:
+    """The matrix with 8-bit codes in pairs; a matrix of 4 bits as it is. The last block is filled with zeros."""
+    if matrix.in_pairs:
+        return matrix
+    codes, missing = matrix.codes.view(torch.uint8), -matrix.columns % BLOCK
+    if missing:  # padding by nothing would be a copy, too
+        codes = torch.nn.functional.pad(codes, (0, missing))
+    return replace(matrix, codes=codes.unflatten(-1, (-1, 2, HALF)).mT.flatten(-3).view(PAIRED[matrix.codes.dtype]))
+
+
+def unpaired(matrix: QuantisedMatrix) -> QuantisedMatrix:
+    """The inverse of `paired`."""
+    one = UNPAIRED.get(matrix.codes.dtype)
+    if one is None:
+        return matrix
+    codes = matrix.codes.view(torch.uint8).unflatten(-1, (-1, HALF, 2)).mT.flatten(-3)[..., : matrix.columns]
+    return replace(matrix, codes=codes.contiguous().view(one))
+
+
+def laid_out(matrix: QuantisedMatrix) -> QuantisedMatrix:
+    """The matrix in the layout that products on its device read: in pairs on a GPU."""
+    return paired(matrix) if matrix.device.type == "cuda" else unpaired(matrix)
 
 
 def joined(parts: Sequence[QuantisedMatrix], dim: int = -2) -> QuantisedMatrix | None:

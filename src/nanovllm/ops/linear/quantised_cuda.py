@@ -18,9 +18,13 @@ ALIGNED = 128  # rows of the pieces of a matrix that is dequantised are a multip
 
 
 def runs(x: Tensor, weight: QuantisedMatrix, *others: Tensor | None) -> bool:
-    """Return whether the kernels can multiply. They read weights before earlier kernels have ended, so a weight must not be a copy."""
+    """Return whether the kernels can multiply: codes are in pairs, and tensors contiguous.
+
+    Kernels read weights before earlier kernels have ended, so a weight must not be a copy.
+    """
     weights = (weight.codes, weight.scales, weight.zeros, weight.order, *others)
-    return own_kernels(x.device, x.dtype) and len(x) > 0 and all(each is None or each.is_contiguous() for each in weights)
+    readable = weight.in_pairs and all(each is None or each.is_contiguous() for each in weights)
+    return own_kernels(x.device, x.dtype) and len(x) > 0 and readable
 
 
 def in_order(x: Float[Tensor, "B K"], weight: QuantisedMatrix) -> tuple[Float[Tensor, "B K"], QuantisedMatrix]:

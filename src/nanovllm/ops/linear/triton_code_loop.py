@@ -10,7 +10,7 @@ where scales come in (`scale_form`). The scales of a step are loaded a step earl
 import triton
 import triton.language as tl
 
-from nanovllm.ops.linear.triton_codes import nibbles, numbers
+from nanovllm.ops.linear.triton_codes import halves
 
 
 @triton.jit
@@ -24,41 +24,35 @@ def weight_tiles(
     codes, scales, zeros, row, column, K: tl.constexpr, NIBBLES: tl.constexpr, FP8: tl.constexpr, SPREAD: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr, D: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Convert a tile of codes to one or two tiles of numbers: low and high nibbles, or twice the same tile of 8 bits.
+    """Convert a tile of pairs of codes to two tiles of numbers: the low and the high codes.
 
-    With `SPREAD`, they are the dequantised weights, of columns `column` ... + D - 1 and, of high nibbles, those + 64. Otherwise they are
-    codes minus zeros, which have few enough bits to be exact.
+    With `SPREAD`, they are the dequantised weights, of columns `column` ... + D - 1 and those + 64. Otherwise they are codes minus zeros,
+    which have few enough bits to be exact.
     """
-    if NIBBLES:
-        low, high = nibbles(codes, dtype, ASM)
-    else:
-        low = numbers(codes, dtype, FP8, ASM)
-        high = low
+    low, high = halves(codes, dtype, NIBBLES, FP8, ASM)
     if SPREAD:
         columns = column + tl.arange(0, D)[None, :]
         scale = scale_at(scales, row[:, None], columns, K, GROUP, GROUPS).to(tl.float32)
         zero = scale_at(zeros, row[:, None], columns, K, GROUP, GROUPS).to(tl.float32) if ZEROS else 0.0
         low = ((low.to(tl.float32) - zero) * scale).to(dtype)
-        if NIBBLES:
-            scale = scale_at(scales, row[:, None], columns + 64, K, GROUP, GROUPS).to(tl.float32)
-            zero = scale_at(zeros, row[:, None], columns + 64, K, GROUP, GROUPS).to(tl.float32) if ZEROS else 0.0
-            high = ((high.to(tl.float32) - zero) * scale).to(dtype)
+        scale = scale_at(scales, row[:, None], columns + 64, K, GROUP, GROUPS).to(tl.float32)
+        zero = scale_at(zeros, row[:, None], columns + 64, K, GROUP, GROUPS).to(tl.float32) if ZEROS else 0.0
+        high = ((high.to(tl.float32) - zero) * scale).to(dtype)
     elif ZEROS:
         low -= scale_at(zeros, row, column, K, GROUP, GROUPS).to(tl.float32).to(dtype)[:, None]
-        if NIBBLES:
-            high -= scale_at(zeros, row, column + 64, K, GROUP, GROUPS).to(tl.float32).to(dtype)[:, None]
+        high -= scale_at(zeros, row, column + 64, K, GROUP, GROUPS).to(tl.float32).to(dtype)[:, None]
     return low, high
 
 
 @triton.jit
-def column_of(at, NIBBLES: tl.constexpr):
-    """Return the first column of the codes from byte `at` of a row on."""
-    return at // 64 * 128 + at % 64 if NIBBLES else at
+def column_of(at):
+    """Return the column of the low code of pair `at` of a row."""
+    return at // 64 * 128 + at % 64
 
 
 @triton.jit
 def step_scales(scales, row, column, K: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr):
-    """Load the scales of a step, then those of its high nibbles, which differ with `FORM` "halves" only."""
+    """Load the scales of a step's low codes, then those of its high codes, which differ with `FORM` "halves" only."""
     low = scale_at(scales, row, column, K, GROUP, GROUPS).to(tl.float32)
     high = low
     if FORM == "halves":
@@ -83,19 +77,15 @@ def first_scales(
 
 
 @triton.jit
-def _multiplied(sums, low, high, low_inputs, high_inputs, scale, scale_high, NIBBLES: tl.constexpr, FORM: tl.constexpr):
+def _multiplied(sums, low, high, low_inputs, high_inputs, scale, scale_high, FORM: tl.constexpr):
     """Return the sums with the products of a step added."""
     if FORM == "halves":
         sums += tl.dot(low, low_inputs) * scale[:, None]
         sums += tl.dot(high, high_inputs) * scale_high[:, None]
-    elif FORM == "step" and NIBBLES:
-        sums += tl.dot(high, high_inputs, tl.dot(low, low_inputs)) * scale[:, None]
     elif FORM == "step":
-        sums += tl.dot(low, low_inputs) * scale[:, None]
+        sums += tl.dot(high, high_inputs, tl.dot(low, low_inputs)) * scale[:, None]
     else:
-        sums = tl.dot(low, low_inputs, sums)
-        if NIBBLES:
-            sums = tl.dot(high, high_inputs, sums)
+        sums = tl.dot(high, high_inputs, tl.dot(low, low_inputs, sums))
     return sums
 
 
@@ -107,8 +97,8 @@ def summed_products(
 ):  # fmt: skip
     """Compute `[BN, BP]` products of codes and inputs, scaled, and those of the up projection if `GATED`, in float32.
 
-    It takes bytes `start` ... `stop` of each output's codes, D in a step. `inputs` are pointers to the inputs of column 0 ... D - 1,
-    `[D, BP]`, `own` and `up_own` to the first D bytes of codes, `[BN, D]`; `row` and `up_row` are rows of scales. `first` comes from
+    It takes pairs `start` ... `stop` of each output's codes, D in a step. `inputs` are pointers to the inputs of column 0 ... D - 1,
+    `[D, BP]`, `own` and `up_own` to the first D pairs of codes, `[BN, D]`; `row` and `up_row` are rows of scales. `first` comes from
     `first_scales`. `WHOLE`: no step reaches beyond the codes or the inputs.
     """
     dtype: tl.constexpr = inputs.dtype.element_ty
@@ -120,30 +110,26 @@ def summed_products(
     scale, scale_high, up_scale, up_scale_high = first
     for at in tl.range(start, stop, D, num_stages=STAGES):
         # Not by `column_of`: Triton forgets the alignment of what a call returns, and would load input by input.
-        column = tl.multiple_of(at // 64 * 128 + at % 64 if NIBBLES else at, D)
+        column = tl.multiple_of(at // 64 * 128 + at % 64, D)
         if EACH:
-            after = column_of(at + D, NIBBLES)
+            after = column_of(at + D)
             next_scale, next_high = step_scales(scales, row, after, K, FORM, GROUP, GROUPS)
             if GATED:
                 next_up, next_up_high = step_scales(scales, up_row, after, K, FORM, GROUP, GROUPS)
         if WHOLE:
             gate_codes = tl.load(own + at)
             low_inputs = tl.load(inputs + column, mask=on, other=0.0)
+            high_inputs = tl.load(inputs + column + 64, mask=on, other=0.0)
         else:
             gate_codes = tl.load(own + at, mask=(at + d < WIDTH)[None, :], other=0)
             low_inputs = tl.load(inputs + column, mask=on & (column + d < K)[:, None], other=0.0)
-        high_inputs = low_inputs
-        if NIBBLES:
-            if WHOLE:
-                high_inputs = tl.load(inputs + column + 64, mask=on, other=0.0)
-            else:
-                high_inputs = tl.load(inputs + column + 64, mask=on & (column + 64 + d < K)[:, None], other=0.0)
+            high_inputs = tl.load(inputs + column + 64, mask=on & (column + 64 + d < K)[:, None], other=0.0)
         low, high = weight_tiles(gate_codes, scales, zeros, row, column, K, NIBBLES, FP8, SPREAD, GROUP, GROUPS, ZEROS, D, dtype, ASM)
-        acc = _multiplied(acc, low, high, low_inputs, high_inputs, scale, scale_high, NIBBLES, FORM)
+        acc = _multiplied(acc, low, high, low_inputs, high_inputs, scale, scale_high, FORM)
         if GATED:
             up_codes = tl.load(up_own + at) if WHOLE else tl.load(up_own + at, mask=(at + d < WIDTH)[None, :], other=0)
             low, high = weight_tiles(up_codes, scales, zeros, up_row, column, K, NIBBLES, FP8, SPREAD, GROUP, GROUPS, ZEROS, D, dtype, ASM)
-            other = _multiplied(other, low, high, low_inputs, high_inputs, up_scale, up_scale_high, NIBBLES, FORM)
+            other = _multiplied(other, low, high, low_inputs, high_inputs, up_scale, up_scale_high, FORM)
         if EACH:
             scale, scale_high = next_scale, next_high
             if GATED:

@@ -33,35 +33,42 @@ INT4_BF16 = tl.constexpr("""{
     fma.rn.bf16x2 $2, $2, one, less;
     fma.rn.bf16x2 $3, $3, one, less;
 }""")
-# 128 + the low 7 bits, minus 128 or 256 by the highest bit.
-INT8_BF16 = tl.constexpr("""{
-    .reg .b32 a, b, c, minus;
+# Of two pairs of 8-bit codes, the low or the high ones go into a register. 128 + the low 7 bits, minus 128 or 256 by the highest bit.
+INT8_LOW = tl.constexpr("""{
+    .reg .b32 a, c, minus;
     mov.b32 minus, 0xBF80BF80;
-    prmt.b32 a, $2, 0x43434343, 0x4140;
-    prmt.b32 b, $2, 0x43434343, 0x4342;
-    and.b32 c, a, 0x43804380;
-    and.b32 a, a, 0xFF7FFF7F;
+    lop3.b32 c, $1, 0x00800080, 0x43004300, 0xEA;
+    lop3.b32 a, $1, 0x007F007F, 0x43004300, 0xEA;
     fma.rn.bf16x2 $0, c, minus, a;
-    and.b32 c, b, 0x43804380;
-    and.b32 b, b, 0xFF7FFF7F;
-    fma.rn.bf16x2 $1, c, minus, b;
 }""")
-# The sign stays, exponent and mantissa move down by 4 bits, and a factor of 2^120 makes up for the other exponent bias. Codes below the
-# smallest normal number are below bfloat16's too, and its products keep them. The summand is -0, which keeps both zeros.
-FP8_BF16 = tl.constexpr("""{
-    .reg .b32 a, b, c, scale, zero;
+INT8_HIGH = tl.constexpr("""{
+    .reg .b32 a, c, s, minus;
+    mov.b32 minus, 0xBF80BF80;
+    shr.b32 s, $1, 8;
+    lop3.b32 c, s, 0x00800080, 0x43004300, 0xEA;
+    lop3.b32 a, s, 0x007F007F, 0x43004300, 0xEA;
+    fma.rn.bf16x2 $0, c, minus, a;
+}""")
+# The sign stays, exponent and mantissa move to where bfloat16 has them, and a factor of 2^120 makes up for the other exponent bias. Codes
+# below the smallest normal number are below bfloat16's too, and its products keep them. The summand is -0, which keeps both zeros.
+FP8_LOW = tl.constexpr("""{
+    .reg .b32 a, b, scale, zero;
     mov.b32 scale, 0x7B807B80;
     mov.b32 zero, 0x80008000;
-    prmt.b32 a, $2, 0, 0x1404;
-    prmt.b32 b, $2, 0, 0x3424;
-    shr.b32 c, a, 4;
-    and.b32 c, c, 0x07F007F0;
-    lop3.b32 a, a, 0x80008000, c, 0xEA;
+    shl.b32 a, $1, 8;
+    shl.b32 b, $1, 4;
+    and.b32 a, a, 0x80008000;
+    lop3.b32 a, b, 0x07F007F0, a, 0xEA;
     fma.rn.bf16x2 $0, a, scale, zero;
-    shr.b32 c, b, 4;
-    and.b32 c, c, 0x07F007F0;
-    lop3.b32 b, b, 0x80008000, c, 0xEA;
-    fma.rn.bf16x2 $1, b, scale, zero;
+}""")
+FP8_HIGH = tl.constexpr("""{
+    .reg .b32 a, b, scale, zero;
+    mov.b32 scale, 0x7B807B80;
+    mov.b32 zero, 0x80008000;
+    shr.b32 a, $1, 4;
+    and.b32 b, $1, 0x80008000;
+    lop3.b32 a, a, 0x07F007F0, b, 0xEA;
+    fma.rn.bf16x2 $0, a, scale, zero;
 }""")
 
 # The GPU converts two numbers at once to float16, which has them all (compute capability 8.9 or more).
@@ -98,9 +105,9 @@ INT8_FLOAT = tl.constexpr("""{
 def operands(matrix: QuantisedMatrix, *, words: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Return a matrix's codes, scales and zeros as kernels take them. Scales stand in for zeros that are absent.
 
-    Codes are uint8 of two nibbles, or int8, whose bits may be those of FP8. With `words`, four bytes of codes are an int32.
+    The matrix is `in_pairs`. Codes are uint8 of two nibbles, or int16 of two codes of 8 bits. With `words`, four bytes are an int32.
     """
-    codes = matrix.codes.view(torch.int32) if words else matrix.codes if matrix.bits == 4 else matrix.codes.view(torch.int8)
+    codes = matrix.codes.view(torch.int32) if words else matrix.codes if matrix.bits == 4 else matrix.codes.view(torch.int16)
     return codes, matrix.scales, matrix.scales if matrix.zeros is None else matrix.zeros
 
 
@@ -116,15 +123,26 @@ def nibbles(codes, dtype: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def numbers(codes, dtype: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr):
-    """Convert codes of 8 bits to numbers. The codes are int8, or the bits of float8_e4m3fn as int8, which is never NaN."""
+def pairs(codes, dtype: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr):
+    """Convert pairs of 8-bit codes, int16, to the numbers of the low bytes, and those of the high bytes. No code of FP8 is NaN."""
     if ASM and dtype == tl.bfloat16:
-        wide = tl.inline_asm_elementwise(FP8_BF16 if FP8 else INT8_BF16, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
+        low = tl.inline_asm_elementwise(FP8_LOW if FP8 else INT8_LOW, "=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=2)
+        high = tl.inline_asm_elementwise(FP8_HIGH if FP8 else INT8_HIGH, "=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=2)
     elif FP8:
-        wide = e4m3(codes).to(dtype)
+        low, high = e4m3(codes).to(dtype), e4m3(codes >> 8).to(dtype)
     else:
-        wide = codes.to(tl.float32).to(dtype)
-    return wide
+        low, high = codes.to(tl.int8).to(tl.float32).to(dtype), (codes >> 8).to(tl.float32).to(dtype)
+    return low, high
+
+
+@triton.jit
+def halves(codes, dtype: tl.constexpr, NIBBLES: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr):
+    """Convert codes to the numbers of their low halves, and those of their high halves, 64 columns on."""
+    if NIBBLES:
+        low, high = nibbles(codes, dtype, ASM)
+    else:
+        low, high = pairs(codes, dtype, FP8, ASM)
+    return low, high
 
 
 @triton.jit
@@ -136,28 +154,28 @@ def e4m3(bits):
 
 @triton.jit
 def in_word(words, HALF: tl.constexpr, NIBBLES: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr):
-    """Convert the codes of words of 4 bytes, int32, to 4 tensors of float32: those of low or high nibbles (`HALF`), or all of 8 bits.
+    """Convert the low or high codes (`HALF`) of words of 4 bytes, int32, to tensors of float32: 4 of nibbles, or 2 of 8 bits.
 
     Integers get a summand, because it costs less to subtract it from their sums: 264 low nibbles, 24 high nibbles, 1152 codes of 8 bits.
     """
-    if FP8 and ASM:
-        a, b, c, d = tl.inline_asm_elementwise(
-            FP8_FLOAT, "=f,=f,=f,=f,r", [words], dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1
-        )
-    elif FP8:
-        a, b, c, d = e4m3(words), e4m3(words >> 8), e4m3(words >> 16), e4m3(words >> 24)
-    elif NIBBLES:
+    if NIBBLES:
         a, b = _nibble(words << 15, HALF, ASM), _nibble(words << 7, HALF, ASM)
         c, d = _nibble(words >> 1, HALF, ASM), _nibble(words >> 9, HALF, ASM)
-    elif ASM:
+        wide = (a, b, c, d)
+    elif ASM:  # for both halves at once: the compiler sees that the second conversion repeats the first
         a, b, c, d = tl.inline_asm_elementwise(
-            INT8_FLOAT, "=f,=f,=f,=f,r", [words], dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1
-        )
+            FP8_FLOAT if FP8 else INT8_FLOAT, "=f,=f,=f,=f,r", [words], dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True, pack=1,
+        )  # fmt: skip
+        wide = (b, d) if HALF else (a, c)
+    elif FP8:
+        wide = (e4m3(words >> (8 * HALF)), e4m3(words >> (8 * HALF + 16)))
     else:
         words = words ^ -0x7F7F7F80  # 0x80 in each byte
-        a, b = ((words & 0xFF) + 1024).to(tl.float32), (((words >> 8) & 0xFF) + 1024).to(tl.float32)
-        c, d = (((words >> 16) & 0xFF) + 1024).to(tl.float32), (((words >> 24) & 0xFF) + 1024).to(tl.float32)
-    return a, b, c, d
+        wide = (
+            (((words >> (8 * HALF)) & 0xFF) + 1024).to(tl.float32), (((words >> (8 * HALF + 16)) & 0xFF) + 1024).to(tl.float32),
+        )  # fmt: skip
+    return wide
 
 
 @triton.jit
@@ -195,3 +213,38 @@ def four(base, at, there):
             (word >> 48).to(tl.int16).to(kind, bitcast=True).to(tl.float32),
         )
     return a, b, c, d
+
+
+@triton.jit
+def two(base, at, there):
+    """Load 2 neighbouring numbers, as `four` loads 4. `at` counts steps of 2."""
+    kind: tl.constexpr = base.dtype.element_ty
+    if kind.primitive_bitwidth == 32:
+        word = tl.load(base.to(tl.pointer_type(tl.int64)) + at, mask=there, other=0)
+        a, b = word.to(tl.int32).to(tl.float32, bitcast=True), (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    else:
+        word = tl.load(base.to(tl.pointer_type(tl.int32)) + at, mask=there, other=0)
+        a, b = word.to(tl.int16).to(kind, bitcast=True).to(tl.float32), (word >> 16).to(tl.int16).to(kind, bitcast=True).to(tl.float32)
+    return a, b
+
+
+@triton.jit
+def in_half(base, words, half: tl.constexpr, K: tl.constexpr, NIBBLES: tl.constexpr):
+    """Load what belongs to the low or high codes of words, out of K numbers per column: 4 tensors of float32, or 2 for 8 bits.
+
+    Word 16 i + j of 4-bit codes holds columns 128 i + 4 j ... + 3, and those + 64. Word 32 i + j of 8-bit codes holds columns
+    128 i + 2 j and + 1, and those + 64.
+    """
+    if NIBBLES:
+        at = words // 16 * 32 + words % 16 + 16 * half
+        wide = four(base, at, at < K // 4)
+    else:
+        at = words // 32 * 64 + words % 32 + 32 * half
+        wide = two(base, at, at < K // 2)
+    return wide
+
+
+@triton.jit
+def word_column(words, NIBBLES: tl.constexpr):
+    """Return the first column of words of codes."""
+    return words // 16 * 128 + words % 16 * 4 if NIBBLES else words // 32 * 128 + words % 32 * 2

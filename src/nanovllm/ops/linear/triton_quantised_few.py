@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.ops.linear.quantised_tiles import FewTile
-from nanovllm.ops.linear.triton_codes import four, in_word, nibbles, numbers, operands
+from nanovllm.ops.linear.triton_codes import halves, in_half, in_word, operands, word_column
 from nanovllm.ops.triton_parts import activated, gained, launch_options, rounded
 from nanovllm.types import Float, Tensor
 
@@ -43,25 +43,23 @@ def _few(
 ):  # fmt: skip
     """Program i computes outputs i * BN ... (i + 1) * BN - 1 of every row. T threads share a row of WORDS words of codes, in steps.
 
-    `WHOLE`: no program reaches beyond the outputs, and no step beyond the codes. Of 8 bits, word w holds columns 4 w ... + 3. Of 4 bits,
-    word 16 i + j holds columns 128 i + 4 j ... + 3, and those + 64.
+    `WHOLE`: no program reaches beyond the outputs, and no step beyond the codes. Which columns a word holds is told in `in_half`.
     """
     if PDL:
         gdc_launch_dependents()
     STEPS: tl.constexpr = (WORDS + 2 * T - 1) // (2 * T)
     PARTS: tl.constexpr = 2 if GATED else 1
-    HALVES: tl.constexpr = 2 if NIBBLES else 1
-    APART: tl.constexpr = NIBBLES and GROUP % 128 != 0 and GROUPS > 1  # the halves of a word have different scales
+    EACH: tl.constexpr = 4 if NIBBLES else 2  # codes of half a word
+    APART: tl.constexpr = GROUP % 128 != 0 and GROUPS > 1  # the halves of a word have different scales
     FACTORS: tl.constexpr = 2 if APART else 1
-    SUMMANDS: tl.constexpr = (0.0, 0.0) if FP8 else (264.0, 24.0) if NIBBLES else (1152.0, 0.0)
+    SUMMANDS: tl.constexpr = (0.0, 0.0) if FP8 else (264.0, 24.0) if NIBBLES else (1152.0, 1152.0)
     n, t, v = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, T), tl.arange(0, 2)
     there = n < N
     held = ()
     factors = ()
     for step in tl.static_range(STEPS):
         word = step * 2 * T + (t[:, None] * 2 + v[None, :])
-        first = step * 2 * T + t * 2
-        column = first // 16 * 128 + first % 16 * 4 if NIBBLES else first * 4
+        column = word_column(step * 2 * T + t * 2, NIBBLES)
         for part in tl.static_range(PARTS):
             row = (n + part * N).to(tl.int64)
             at = codes + row[:, None, None] * WORDS + word[None, :, :]
@@ -82,9 +80,8 @@ def _few(
     if NORM:
         for step in tl.static_range(STEPS):
             word = step * 2 * T + (t[:, None] * 2 + v[None, :])
-            for half in tl.static_range(HALVES):
-                at = word // 16 * 32 + word % 16 + 16 * half if NIBBLES else word
-                gains += (four(gain, at, at < K // 4),)
+            for half in tl.static_range(2):
+                gains += (in_half(gain, word, half, K, NIBBLES),)
     biases = tl.load(bias + n, mask=there, other=0.0) if BIAS else 0.0
     if PDL:
         gdc_wait()
@@ -92,17 +89,16 @@ def _few(
     before = ()
     for step in tl.static_range(STEPS):
         word = step * 2 * T + (t[:, None] * 2 + v[None, :])
-        for half in tl.static_range(HALVES):
-            at = word // 16 * 32 + word % 16 + 16 * half if NIBBLES else word
+        for half in tl.static_range(2):
             for b in tl.static_range(B):
-                rows += (four(x + b * K, at, at < K // 4),)
+                rows += (in_half(x + b * K, word, half, K, NIBBLES),)
     norms = ()
     for b in tl.static_range(B):
         before += (tl.load(residual + b * N + n, mask=there, other=0.0) if RESIDUAL else 0.0,)
         if NORM:
             squares = tl.zeros([T, 2], tl.float32)
-            for each in tl.static_range(STEPS * HALVES):
-                for i in tl.static_range(4):
+            for each in tl.static_range(STEPS * 2):
+                for i in tl.static_range(EACH):
                     squares += rows[each * B + b][i] * rows[each * B + b][i]
             norms += (tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / K + eps),)
     sums = ()  # part by part, row by row
@@ -114,13 +110,13 @@ def _few(
     for step in tl.static_range(STEPS):
         inputs = ()
         added = ()  # the sums of a thread's inputs
-        for half in tl.static_range(HALVES):
+        for half in tl.static_range(2):
             for b in tl.static_range(B):
                 total = tl.zeros([T, 2], tl.float32)
-                for i in tl.static_range(4):
-                    wide = rows[(step * HALVES + half) * B + b][i]
+                for i in tl.static_range(EACH):
+                    wide = rows[(step * 2 + half) * B + b][i]
                     if NORM:
-                        weight = gains[step * HALVES + half][i].to(gain.dtype.element_ty)
+                        weight = gains[step * 2 + half][i].to(gain.dtype.element_ty)
                         wide = gained(wide * norms[b], weight, x.dtype.element_ty).to(tl.float32)
                     inputs += (wide,)
                     total += wide
@@ -128,30 +124,30 @@ def _few(
         if ZEROS and GROUPS == 1:
             more = ()
             for b in tl.static_range(B):
-                more += (totals[b] + added[b] + added[B + b] if NIBBLES else totals[b] + added[b],)
+                more += (totals[b] + added[b] + added[B + b],)
             totals = more
         starts = ()  # what the summands of `in_word` have too much, so that sums begin below 0
         for half in tl.static_range(FACTORS):
             for b in tl.static_range(B):
                 start = -0.5 * SUMMANDS[half] * added[half * B + b]
-                if NIBBLES and not APART:
+                if not APART:
                     start -= 0.5 * SUMMANDS[1] * added[B + b]
                 starts += (start,)
         new = ()
         for part in tl.static_range(PARTS):
             products = ()
-            for half in tl.static_range(HALVES):
+            for half in tl.static_range(2):
                 wide = in_word(held[step * PARTS + part], half, NIBBLES, FP8, ASM)
                 next_products = ()
                 for b in tl.static_range(B):
-                    if FP8:
-                        product = tl.zeros([BN, T, 2], tl.float32)
-                    elif half == 0 or APART:
-                        product = tl.broadcast_to(starts[half * B + b][None, :, None], [BN, T, 2])
-                    else:
+                    if half == 1 and not APART:
                         product = products[b]
-                    for i in tl.static_range(4):
-                        product += wide[i] * inputs[(half * B + b) * 4 + i][None, :, :]
+                    elif FP8:
+                        product = tl.zeros([BN, T, 2], tl.float32)
+                    else:
+                        product = tl.broadcast_to(starts[half * B + b][None, :, None], [BN, T, 2])
+                    for i in tl.static_range(EACH):
+                        product += wide[i] * inputs[(half * B + b) * EACH + i][None, :, :]
                     next_products += (product,)
                 products = products + next_products if APART else next_products
             for b in tl.static_range(B):
@@ -162,7 +158,7 @@ def _few(
                         factor = factors[(step * PARTS + part) * FACTORS + half]
                         if ZEROS:
                             every = added[half * B + b]
-                            if NIBBLES and not APART:
+                            if not APART:
                                 every += added[B + b]
                             more -= factor[1] * every[None, :]
                         more *= factor[0]
@@ -188,7 +184,7 @@ def _dots(
     ROWS: tl.constexpr, ZEROS: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr,
     ACT: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute the same on tensor cores: KS warps take D bytes of codes each, in WIDTH / (KS D) steps, and their sums are added at the end.
+    """Compute the same on tensor cores: KS warps take D pairs of codes each, in WIDTH / (KS D) steps, and their sums are added at the end.
 
     The rows are columns of the right factor; its 8 columns repeat them.
     """
@@ -196,8 +192,7 @@ def _dots(
         gdc_launch_dependents()
     STEPS: tl.constexpr = WIDTH // (KS * D)
     PARTS: tl.constexpr = 2 if GATED else 1
-    HALVES: tl.constexpr = 2 if NIBBLES else 1
-    APART: tl.constexpr = NIBBLES and GROUP % 128 != 0 and GROUPS > 1
+    APART: tl.constexpr = GROUP % 128 != 0 and GROUPS > 1
     FACTORS: tl.constexpr = 2 if APART else 1
     dtype: tl.constexpr = x.dtype.element_ty
     n, s, d = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, KS), tl.arange(0, D)
@@ -206,7 +201,7 @@ def _dots(
     factors = ()
     for step in tl.static_range(STEPS):
         start = (step * KS + s) * D
-        column = start // 64 * 128 + start % 64 if NIBBLES else start
+        column = start // 64 * 128 + start % 64
         for part in tl.static_range(PARTS):
             wide = (row + part * N).to(tl.int64)
             at = codes + wide[None, :, None] * WIDTH + start[:, None, None] + d[None, None, :]
@@ -222,8 +217,8 @@ def _dots(
     if NORM:
         for step in tl.static_range(STEPS):
             start = (step * KS + s) * D
-            column = (start // 64 * 128 + start % 64 if NIBBLES else start)[:, None] + d[None, :]
-            for half in tl.static_range(HALVES):
+            column = (start // 64 * 128 + start % 64)[:, None] + d[None, :]
+            for half in tl.static_range(2):
                 gains += (tl.load(gain + column + 64 * half),)
     biases = tl.load(bias + row) if BIAS else 0.0
     if PDL:
@@ -232,8 +227,8 @@ def _dots(
     before = ()
     for step in tl.static_range(STEPS):
         start = (step * KS + s) * D
-        column = (start // 64 * 128 + start % 64 if NIBBLES else start)[:, None] + d[None, :]
-        for half in tl.static_range(HALVES):
+        column = (start // 64 * 128 + start % 64)[:, None] + d[None, :]
+        for half in tl.static_range(2):
             for b in tl.static_range(B):
                 rows += (tl.load(x + b * K + column + 64 * half),)
     norms = ()
@@ -241,7 +236,7 @@ def _dots(
         before += (tl.load(residual + b * N + row) if RESIDUAL else 0.0,)
         if NORM:
             squares = tl.zeros([KS, D], tl.float32)
-            for each in tl.static_range(STEPS * HALVES):
+            for each in tl.static_range(STEPS * 2):
                 wide = rows[each * B + b].to(tl.float32)
                 squares += wide * wide
             norms += (tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / K + eps),)
@@ -250,36 +245,28 @@ def _dots(
     other = tl.zeros([KS, BN, 8], tl.float32)
     for step in tl.static_range(STEPS):
         inputs = ()
-        for half in tl.static_range(HALVES):
+        for half in tl.static_range(2):
             for b in tl.static_range(B):
-                xx = rows[(step * HALVES + half) * B + b]
+                xx = rows[(step * 2 + half) * B + b]
                 if NORM:
-                    xx = gained(xx.to(tl.float32) * norms[b], gains[step * HALVES + half], dtype)
+                    xx = gained(xx.to(tl.float32) * norms[b], gains[step * 2 + half], dtype)
                 one = tl.broadcast_to(xx[:, :, None], [KS, D, 8])
                 both = one if b == 0 else tl.where(each_column == b, one, both)
             inputs += (both,)
         for part in tl.static_range(PARTS):
-            if NIBBLES:
-                low, high = nibbles(held[step * PARTS + part], dtype, ASM)
-            else:
-                low = numbers(held[step * PARTS + part], dtype, FP8, ASM)
+            low, high = halves(held[step * PARTS + part], dtype, NIBBLES, FP8, ASM)
             if ZEROS:
                 factor = factors[((step * PARTS + part) * FACTORS) if GROUPS > 1 else part]
                 low -= tl.broadcast_to(factor[1].to(dtype)[:, :, None], low.shape)
-                if NIBBLES:
-                    factor = factors[((step * PARTS + part) * FACTORS + FACTORS - 1) if GROUPS > 1 else part]
-                    high -= tl.broadcast_to(factor[1].to(dtype)[:, :, None], high.shape)
+                factor = factors[((step * PARTS + part) * FACTORS + FACTORS - 1) if GROUPS > 1 else part]
+                high -= tl.broadcast_to(factor[1].to(dtype)[:, :, None], high.shape)
             if GROUPS == 1:
-                total = tl.dot(low, inputs[0], acc if part == 0 else other)
-                if NIBBLES:
-                    total = tl.dot(high, inputs[1], total)
+                total = tl.dot(high, inputs[1], tl.dot(low, inputs[0], acc if part == 0 else other))
             elif APART:
                 total = (acc if part == 0 else other) + tl.dot(low, inputs[0]) * factors[(step * PARTS + part) * 2][0][:, :, None]
                 total += tl.dot(high, inputs[1]) * factors[(step * PARTS + part) * 2 + 1][0][:, :, None]
             else:
-                product = tl.dot(low, inputs[0])
-                if NIBBLES:
-                    product = tl.dot(high, inputs[1], product)
+                product = tl.dot(high, inputs[1], tl.dot(low, inputs[0]))
                 total = (acc if part == 0 else other) + product * factors[step * PARTS + part][0][:, :, None]
             if part == 0:
                 acc = total
@@ -313,14 +300,15 @@ def launch(
     act: str = "silu",
     asm: bool = False,
 ) -> Float[Tensor, "B N"]:
-    """Launch the kernel: what `norm_linear` computes, for at most `SUMMED` rows and a `regular` matrix. All tensors are contiguous.
+    """Launch the kernel: what `norm_linear` computes, for at most `SUMMED` rows and a `regular` matrix.
 
-    `asm`: convert codes by PTX of compute capability 9.0, not by plain operations.
+    All tensors are contiguous, and the matrix is `in_pairs`. `asm`: convert codes by PTX of compute capability 9.0, not by plain
+    operations.
     """
     rows, width = x.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
-    words = weight.codes.shape[1] // 4
+    words = weight.codes.shape[1] * weight.codes.itemsize // 4
     threads = min(32 * tile.warps, triton.next_power_of_2(triton.cdiv(words, 2)))
     tensors = (
         x, x if gain is None else gain, *operands(weight, words=not tile.depth), x if bias is None else bias,

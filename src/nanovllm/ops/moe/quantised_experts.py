@@ -94,7 +94,7 @@ def _cuda(x: Tensor, *given) -> Tensor:
     gate_up, down, (chosen, weights, act) = _gathered(given[:7]), _gathered(given[7:14]), given[14:]
     if x.shape[0] == 0:
         return x.new_empty(x.shape)
-    if own_kernels(x.device, x.dtype) and _contiguous(gate_up) and _contiguous(down):
+    if own_kernels(x.device, x.dtype) and _readable(gate_up) and _readable(down):
         from nanovllm.ops.moe import triton_quantised_experts
 
         new = dependent_launch(x.device)
@@ -105,8 +105,9 @@ def _cuda(x: Tensor, *given) -> Tensor:
     return _one_by_one(x, gate_up, down, chosen, weights, act)
 
 
-def _contiguous(matrix: QuantisedMatrix) -> bool:
-    return all(each is None or each.is_contiguous() for each in (matrix.codes, matrix.scales, matrix.zeros, matrix.order))
+def _readable(matrix: QuantisedMatrix) -> bool:
+    parts = (matrix.codes, matrix.scales, matrix.zeros, matrix.order)
+    return matrix.in_pairs and all(each is None or each.is_contiguous() for each in parts)
 
 
 def _one_by_one(x: Tensor, gate_up: QuantisedMatrix, down: QuantisedMatrix, chosen: Tensor, weights: Tensor, act: str) -> Tensor:

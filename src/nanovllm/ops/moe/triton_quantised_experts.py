@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.ops.linear.quantised_tiles import FewTile, ManyTile, scale_form
 from nanovllm.ops.linear.triton_code_loop import first_scales, summed_products
-from nanovllm.ops.linear.triton_codes import four, in_word, operands
+from nanovllm.ops.linear.triton_codes import in_half, in_word, operands, word_column
 from nanovllm.ops.moe.tiles import QuantisedFewTiles, QuantisedGroupedTiles
 from nanovllm.ops.moe.triton_experts import GROUP, combine, sort
 from nanovllm.ops.triton_parts import activated, launch_options
@@ -46,16 +46,12 @@ def _factor(
     scales, zeros, row, step: tl.constexpr, T: tl.constexpr, NIBBLES: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     ROWS: tl.constexpr, ZEROS: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """Load the scale and the zero of each thread's two words, `[BN, T]`, then those of their high nibbles, which differ if `APART`.
+    """Load the scale and the zero of each thread's two words, `[BN, T]`, then those of their high codes, which differ if `APART`.
 
     With one group the result is `[BN, 1]`. Beyond the last column, any scale will do.
     """
-    if GROUPS == 1:
-        at = (row // ROWS)[:, None]
-    else:
-        first = step * 2 * T + tl.arange(0, T) * 2
-        column = first // 16 * 128 + first % 16 * 4 if NIBBLES else first * 4
-        at = (row // ROWS * GROUPS)[:, None] + tl.minimum(column // GROUP, GROUPS - 1)[None, :]
+    column = word_column(step * 2 * T + tl.arange(0, T) * 2, NIBBLES)
+    at = (row // ROWS)[:, None] if GROUPS == 1 else (row // ROWS * GROUPS)[:, None] + tl.minimum(column // GROUP, GROUPS - 1)[None, :]
     scale = tl.load(scales + at).to(tl.float32)
     zero = tl.load(zeros + at).to(tl.float32) if ZEROS else 0.0
     high, high_zero = scale, zero
@@ -68,13 +64,8 @@ def _factor(
 
 @triton.jit
 def _inputs(x, step: tl.constexpr, half: tl.constexpr, K: tl.constexpr, T: tl.constexpr, NIBBLES: tl.constexpr):
-    """Load the inputs that belong to two words per thread, or to their low or high nibbles: 4 tensors `[T, 2]` of float32.
-
-    Of 8 bits, word w holds columns 4 w ... + 3. Of 4 bits, word 16 i + j holds columns 128 i + 4 j ... + 3, and those + 64.
-    """
-    word = step * 2 * T + (tl.arange(0, T)[:, None] * 2 + tl.arange(0, 2)[None, :])
-    at = word // 16 * 32 + word % 16 + 16 * half if NIBBLES else word
-    return four(x, at, at < K // 4)
+    """Load the inputs that belong to the low or the high codes of two words per thread: tensors `[T, 2]` of float32, as in `in_half`."""
+    return in_half(x, step * 2 * T + (tl.arange(0, T)[:, None] * 2 + tl.arange(0, 2)[None, :]), half, K, NIBBLES)
 
 
 @triton.jit
@@ -86,24 +77,23 @@ def _sums(
 
     Codes of integers have a summand (`in_word`), which is subtracted from the start: half of it in each of the two words.
     """
-    added = tl.sum((low[0] + low[1]) + (low[2] + low[3]), 1)
-    if NIBBLES:
-        more = tl.sum((high[0] + high[1]) + (high[2] + high[3]), 1)
-    if FP8:
-        product = tl.zeros([BN, T, 2], tl.float32)
-    elif NIBBLES and not APART:
-        product = tl.broadcast_to((-132.0 * added - 12.0 * more)[None, :, None], [BN, T, 2])
-    elif NIBBLES:
-        product = tl.broadcast_to((-132.0 * added)[None, :, None], [BN, T, 2])
-    else:
-        product = tl.broadcast_to((-576.0 * added)[None, :, None], [BN, T, 2])
+    EACH: tl.constexpr = 4 if NIBBLES else 2  # codes of half a word
+    LESS: tl.constexpr = 132.0 if NIBBLES else 576.0
+    LESS_HIGH: tl.constexpr = 12.0 if NIBBLES else 576.0
+    added, more = _added(low, NIBBLES), _added(high, NIBBLES)
+    product = tl.zeros([BN, T, 2], tl.float32)
+    other = product
+    if not FP8 and APART:
+        product = tl.broadcast_to((-LESS * added)[None, :, None], [BN, T, 2])
+        other = tl.broadcast_to((-LESS_HIGH * more)[None, :, None], [BN, T, 2])
+    elif not FP8:
+        product = tl.broadcast_to((-LESS * added - LESS_HIGH * more)[None, :, None], [BN, T, 2])
     wide = in_word(words, 0, NIBBLES, FP8, ASM)
-    for i in tl.static_range(4):
+    for i in tl.static_range(EACH):
         product += wide[i] * low[i][None, :, :]
+    wide = in_word(words, 1, NIBBLES, FP8, ASM)
     if APART:
-        other = tl.broadcast_to((-12.0 * more)[None, :, None], [BN, T, 2])
-        wide = in_word(words, 1, NIBBLES, FP8, ASM)
-        for i in tl.static_range(4):
+        for i in tl.static_range(EACH):
             other += wide[i] * high[i][None, :, :]
         total, second = tl.sum(product, 2), tl.sum(other, 2)
         if ZEROS:
@@ -111,17 +101,23 @@ def _sums(
             second -= factor[3] * more[None, :]
         total = total * factor[0] + second * factor[2]
     else:
-        if NIBBLES:
-            wide = in_word(words, 1, NIBBLES, FP8, ASM)
-            for i in tl.static_range(4):
-                product += wide[i] * high[i][None, :, :]
-            added += more
+        for i in tl.static_range(EACH):
+            product += wide[i] * high[i][None, :, :]
         total = tl.sum(product, 2)
         if ZEROS:
-            total -= factor[1] * added[None, :]
+            total -= factor[1] * (added + more)[None, :]
         if GROUPS > 1:
             total *= factor[0]
     return total
+
+
+@triton.jit
+def _added(inputs, NIBBLES: tl.constexpr):
+    """Sum a thread's inputs, which are those of two words: `[T]`."""
+    total = inputs[0] + inputs[1]
+    if NIBBLES:
+        total += inputs[2] + inputs[3]
+    return tl.sum(total, 1)
 
 
 @triton.jit
@@ -138,7 +134,7 @@ def _quantised_few_gate_up(
         gdc_launch_dependents()
         gdc_wait()
     STEPS: tl.constexpr = (WORDS + 2 * T - 1) // (2 * T)
-    APART: tl.constexpr = NIBBLES and GROUP % 128 != 0 and GROUPS > 1  # the halves of a word have different scales
+    APART: tl.constexpr = GROUP % 128 != 0 and GROUPS > 1  # the halves of a word have different scales
     pair, n = tl.program_id(0), tl.program_id(1) * BN + tl.arange(0, BN)
     there, row = n < N, tl.minimum(n, N - 1)
     expert = tl.load(chosen + pair).to(tl.int64)
@@ -158,7 +154,7 @@ def _quantised_few_gate_up(
     up = tl.zeros([BN, T], tl.float32)
     for step in tl.static_range(STEPS):
         low = _inputs(source, step, 0, K, T, NIBBLES)
-        high = _inputs(source, step, 1, K, T, NIBBLES) if NIBBLES else low
+        high = _inputs(source, step, 1, K, T, NIBBLES)
         gate += _sums(gates[step], low, high, gate_factors[step if GROUPS > 1 else 0], T, BN, NIBBLES, FP8, GROUPS, ZEROS, APART, ASM)
         up += _sums(ups[step], low, high, up_factors[step if GROUPS > 1 else 0], T, BN, NIBBLES, FP8, GROUPS, ZEROS, APART, ASM)
     if GROUPS == 1:
@@ -180,7 +176,7 @@ def _quantised_few_down(
         gdc_wait()
     STEPS: tl.constexpr = (WORDS + 2 * T - 1) // (2 * T)
     EACH: tl.constexpr = STEPS if GROUPS > 1 else 1
-    APART: tl.constexpr = NIBBLES and GROUP % 128 != 0 and GROUPS > 1
+    APART: tl.constexpr = GROUP % 128 != 0 and GROUPS > 1
     token, n = tl.program_id(0), tl.program_id(1) * BN + tl.arange(0, BN)
     there, row = n < N, tl.minimum(n, N - 1)
     held = ()  # all loads are issued before the first is used
@@ -199,7 +195,7 @@ def _quantised_few_down(
         acc = tl.zeros([BN, T], tl.float32)
         for step in tl.static_range(STEPS):
             low = _inputs(source, step, 0, K, T, NIBBLES)
-            high = _inputs(source, step, 1, K, T, NIBBLES) if NIBBLES else low
+            high = _inputs(source, step, 1, K, T, NIBBLES)
             factor = factors[j * EACH + (step if GROUPS > 1 else 0)]
             acc += _sums(held[j * STEPS + step], low, high, factor, T, BN, NIBBLES, FP8, GROUPS, ZEROS, APART, ASM)
         if GROUPS == 1:
@@ -217,7 +213,7 @@ def _quantised_grouped(
 ):  # fmt: skip
     """Program (block, outputs) computes `[BN, BP]` outputs of one expert's product; programs are ordered in groups of BLOCKS blocks.
 
-    It takes D bytes of each output's codes per step. `GATED` and the table are as in `triton_experts`, `FORM` as in `scale_form`, and
+    It takes D pairs of each output's codes per step. `GATED` and the table are as in `triton_experts`, `FORM` as in `scale_form`, and
     `WHOLE`: no step reaches beyond the codes or the inputs.
     """
     if PDL:
@@ -263,8 +259,9 @@ def launch(
     pdl: bool,
     asm: bool = False,
 ) -> Float[Tensor, "T M"]:
-    """Launch the kernels of the op `quantised_experts` in this tile configuration, for at least one token. All tensors are contiguous.
+    """Launch the kernels of the op `quantised_experts` in this tile configuration, for at least one token.
 
+    All tensors are contiguous, and the matrices are `in_pairs`.
     `asm`: convert codes by PTX of compute capability 9.0, not by plain operations.
     """
     (tokens, k), (num, width, inner) = chosen.shape, down.shape
@@ -298,7 +295,7 @@ def _launch_few(
     kernel: Any, x: Tensor, matrix: QuantisedMatrix, others: tuple[Tensor, ...], outputs: int, k: int, tile: FewTile, act: tuple[str, ...],
     pdl: bool, asm: bool,
 ) -> None:  # fmt: skip
-    programs, words = others[-1].shape[0], matrix.codes.shape[2] // 4
+    programs, words = others[-1].shape[0], matrix.codes.shape[2] * matrix.codes.itemsize // 4
     threads = min(32 * tile.warps, triton.next_power_of_2(triton.cdiv(words, 2)))
     whole = outputs % tile.outputs == 0 and words % (2 * threads) == 0
     kernel[(programs, triton.cdiv(outputs, tile.outputs))](
@@ -312,7 +309,7 @@ def _launch_grouped(
     pdl: bool, asm: bool,
 ) -> None:  # fmt: skip
     outputs, columns, width = y.shape[1], matrix.columns, matrix.codes.shape[2]
-    whole = width % tile.depth == 0 and columns * matrix.bits == width * 8
+    whole = width % tile.depth == 0 and columns == 2 * width
     kernel: Any = _quantised_grouped
     kernel[(blocks * triton.cdiv(outputs, tile.outputs),)](
         x, *operands(matrix), order, table, y, blocks, outputs, columns, width, k, GROUP, tile.rows, tile.outputs, tile.depth,
