@@ -20,10 +20,8 @@ export class Message {
     this.buttons = el("span", { class: "buttons" }, copyButton(() => this.node.content), button("Edit", () => this.edit()));
     if (!mine) this.buttons.append(button("Regenerate", () => this.act.again(this.node)));
     this.foot = el("div", { class: "foot" }, this.walk, this.buttons, this.figures);
-    this.element = el(
-      "article", { class: `message ${node.role}`, "data-id": node.id, "aria-label": mine ? "You" : "Reply" },
-      this.thinking, this.body, this.error, this.foot,
-    );
+    const parts = mine ? [this.body, this.foot] : [this.thinking, this.body, this.error, this.foot];
+    this.element = el("article", { class: `message ${node.role}`, "data-id": node.id, "aria-label": mine ? "You" : "Reply" }, ...parts);
   }
 
   // What the message says now. `running`: its reply is still coming.

@@ -57,7 +57,7 @@ export function figures(node) {
   if (tokens > 1 && node.seconds > 0) parts.push(`${((tokens - 1) / node.seconds).toFixed(1)} a second`);
   if (node.wait !== undefined) parts.push(`first after ${node.wait.toFixed(2)} s`);
   if (node.usage) parts.push(`${node.usage.reused} of ${node.usage.prompt} prompt tokens reused`);
-  const ends = { stopped: "stopped", length: "the length was reached", edited: "written by hand" };
+  const ends = { stopped: "stopped", length: "the length was reached", edited: "written by hand", error: "not complete" };
   if (ends[node.finish]) parts.push(ends[node.finish]);
   return parts.join(" · ");
 }
