@@ -33,9 +33,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=f"the chat page in a browser: needs {' and '.join(missing)}"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """One browser for all tests of a process."""
+    """One browser for all tests of a module. Meanwhile Playwright's event loop runs in this thread, which other modules cannot have."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:

@@ -18,10 +18,10 @@ def test_a_reply_streams_with_its_thoughts_folded_and_its_figures_below(window: 
     thinking = window.page.locator("details.thinking:visible")
     assert thinking.get_attribute("open") is None
     thinking.locator("summary").click()
-    assert "7 + 8 = 15" in thinking.inner_text()
-    figures = window.page.locator(".figures").last.inner_text()
+    assert "7 + 8 = 15" in thinking.text_content()
+    figures = window.page.locator(".figures").last.text_content()
     assert "tokens" in figures and "a second" in figures and "prompt tokens reused" in figures
-    assert window.page.title() == SUM and window.page.locator("#model").inner_text() == "tiny"
+    assert window.page.title() == SUM and window.page.locator("#model").text_content() == "tiny"
 
 
 def test_a_reply_can_be_stopped_and_what_came_stays(window: Window) -> None:
@@ -29,7 +29,7 @@ def test_a_reply_can_be_stopped_and_what_came_stays(window: Window) -> None:
     window.until("document.querySelector('.message.assistant .thinking .plain')?.textContent.length > 20")
     window.page.keyboard.press("Escape")
     window.ended()
-    assert "stopped" in window.page.locator(".figures").last.inner_text()
+    assert "stopped" in window.page.locator(".figures").last.text_content()
     (reply,) = [node for node in window.stored()["nodes"] if node["role"] == "assistant"]
     assert reply["finish"] == "stopped" and len(reply["reasoning"]) > 20 and reply["error"] is None
     window.send(SUM)
@@ -50,20 +50,20 @@ def test_edits_and_other_replies_are_branches_that_one_can_walk(window: Window) 
     first = window.said()
     window.press("Regenerate")
     window.ended()
-    assert page.locator(".walk:visible span").all_inner_texts() == ["2/2"]
-    assert "of" in page.locator(".figures").last.inner_text() and reused(window) > 0
+    assert page.locator(".walk:visible span").all_text_contents() == ["2/2"]
+    assert "of" in page.locator(".figures").last.text_content() and reused(window) > 0
     window.press("Edit", 0)
     page.fill(".editing textarea", "What is 2 + 2?")
     page.click(".editing .save")
     window.ended()
-    assert window.said()[0] == "What is 2 + 2?" and page.locator(".walk:visible span").all_inner_texts() == ["2/2"]
+    assert window.said()[0] == "What is 2 + 2?" and page.locator(".walk:visible span").all_text_contents() == ["2/2"]
     window.press("The branch before", 0)
-    assert window.said()[0] == SUM and page.locator(".walk:visible span").all_inner_texts() == ["1/2", "2/2"]
+    assert window.said()[0] == SUM and page.locator(".walk:visible span").all_text_contents() == ["1/2", "2/2"]
     window.press("The branch before")
-    assert window.said() == first and page.locator(".walk:visible span").all_inner_texts() == ["1/2", "1/2"]
+    assert window.said() == first and page.locator(".walk:visible span").all_text_contents() == ["1/2", "1/2"]
     page.locator("#log").focus()
     page.keyboard.press("Alt+ArrowRight")
-    assert page.locator(".walk:visible span").all_inner_texts() == ["1/2", "2/2"]
+    assert page.locator(".walk:visible span").all_text_contents() == ["1/2", "2/2"]
 
     page.click("#branches")
     lines = page.locator("#tree .branch")
@@ -78,7 +78,7 @@ def test_a_reply_can_be_written_by_hand(window: Window) -> None:
     window.page.fill(".editing textarea", "It is 65, my friend.")
     window.page.get_by_role("button", name="Keep").click()
     assert window.said()[-1] == "It is 65, my friend." and window.page.locator(".walk:visible").count() == 1
-    assert "written by hand" in window.page.locator(".figures").last.inner_text()
+    assert "written by hand" in window.page.locator(".figures").last.text_content()
 
 
 def test_two_branches_run_at_the_same_time(window: Window) -> None:
@@ -115,11 +115,11 @@ def test_reloading_keeps_everything(window: Window) -> None:
     window.send(SUM)
     window.press("Regenerate")
     window.ended()
-    before, figures = window.said(), window.page.locator(".figures").all_inner_texts()
+    before, figures = window.said(), window.page.locator(".figures").all_text_contents()
     window.page.reload()
     window.page.wait_for_selector(".message.assistant")
-    assert window.said() == before and window.page.locator(".figures").all_inner_texts() == figures
-    assert window.page.locator(".walk:visible span").all_inner_texts() == ["2/2"]
+    assert window.said() == before and window.page.locator(".figures").all_text_contents() == figures
+    assert window.page.locator(".walk:visible span").all_text_contents() == ["2/2"]
     window.send("What is 2 + 2?")
     assert len(window.said()) == 4
 
@@ -142,7 +142,7 @@ def test_chats_are_listed_renamed_and_deleted(window: Window) -> None:
     window.send(SUM)
     page.keyboard.press("Control+Shift+O")
     window.send("What is 2 + 2?")
-    assert page.locator("#chats .chat").all_inner_texts() == ["What is 2 + 2?", SUM]
+    assert page.locator("#chats .chat").all_text_contents() == ["What is 2 + 2?", SUM]
     page.get_by_role("button", name=f"Rename {SUM}").click()
     page.locator("#chats .chat", has_text="Sums").click()
     window.until("document.title === 'Sums'")
@@ -155,4 +155,4 @@ def test_chats_are_listed_renamed_and_deleted(window: Window) -> None:
 
 def reused(window: Window) -> int:
     """How many tokens the last reply says were reused."""
-    return int(window.page.locator(".figures").last.inner_text().partition(" of ")[0].rpartition(" ")[2])
+    return int(window.page.locator(".figures").last.text_content().partition(" of ")[0].rpartition(" ")[2])

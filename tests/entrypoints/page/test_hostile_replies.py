@@ -10,17 +10,17 @@ from tests.entrypoints.server.scripted import say, scripted
 
 pytestmark = pytest.mark.unhooked
 HOSTILE = [
-    "<img src=x onerror=\"window.hit=1\">",
+    '<img src=x onerror="window.hit=1">',
     "Before <script>window.hit=1</script> after",
     "<script>window.hit=1</script>",
-    "<iframe srcdoc=\"<script>parent.hit=1</script>\"></iframe>",
+    '<iframe srcdoc="<script>parent.hit=1</script>"></iframe>',
     "<svg onload=window.hit=1><style>body{display:none}</style></svg>",
     "<details open ontoggle=window.hit=1><summary>s</summary></details>",
     "# <b onmouseover=window.hit=1>title</b>",
     "| a |\n|---|\n| <img src=x onerror=window.hit=1> |",
     "`<img src=x onerror=window.hit=1>`",
     "```html\n<script>window.hit=1</script>\n```",
-    "```\"><script>window.hit=1</script>\ncode\n```",
+    '```"><script>window.hit=1</script>\ncode\n```',
     "&lt;img src=x onerror=window.hit=1&gt;",
 ]
 LINKS = [
@@ -67,21 +67,22 @@ def test_thoughts_titles_and_the_tree_are_text_too(window: Window) -> None:
     window.send(f"{words} {say(f'<think>{words}</think>{words}')}")
     assert window.page.locator(".thinking .plain").text_content() == words
     window.page.click("#branches")
-    assert words in window.page.locator("#tree").inner_text() and words in window.page.locator("#chats").inner_text()
+    assert words in window.page.locator("#tree").text_content() and words in window.page.locator("#chats").text_content()
     assert window.page.locator("#log img, #tree img, #chats img").count() == 0 and window.page.evaluate("window.hit") is None
 
 
 def test_pictures_are_links_and_nothing_is_loaded(window: Window) -> None:
-    window.send(say("![a fox](https://elsewhere.example/fox.png) and [a page](https://elsewhere.example/ \"title\")"))
+    window.send(say('![a fox](https://elsewhere.example/fox.png) and [a page](https://elsewhere.example/ "title")'))
     links = window.page.locator(".message.assistant .body a")
-    assert links.all_inner_texts() == ["a fox", "a page"] and window.page.locator(".message img").count() == 0
+    assert links.all_text_contents() == ["a fox", "a page"] and window.page.locator(".message img").count() == 0
     for link in links.all():
         assert link.get_attribute("rel") == "noopener noreferrer nofollow" and link.get_attribute("target") == "_blank"
 
 
 def test_markdown_is_shown_as_such(window: Window) -> None:
     text = (
-        "# Title\n\nSome **bold**, *slanted* and `code` &amp; more.\n\n- one\n- two\n  1. deep\n\n> said\n\n| a | b |\n|:-:|--:|\n| 1 | 2 |\n\n"
+        "# Title\n\nSome **bold**, *slanted* and `code` &amp; more.\n\n"
+        "- one\n- two\n  1. deep\n\n> said\n\n| a | b |\n|:-:|--:|\n| 1 | 2 |\n\n"
         "```python\nprint('<b>')\n```\n\n---\n\n- [x] done\n- [ ] open\n\nSee [the page][p].\n\n[p]: https://elsewhere.example/"
     )
     window.send(say(text))
@@ -100,7 +101,9 @@ def test_markdown_is_shown_as_such(window: Window) -> None:
 
 
 def test_a_reply_that_grows_is_shown_as_when_it_is_read_whole(window: Window) -> None:
-    text = "One.\n\n- a\n- b\n\n  more\n\n```\nx\n\ny\n```\n\nTwo\nlines.\n\n1. c\n\n2. d\n\n***\n\n> e\nf\n\n| g |\n|---|\n| h |\n\nEnd <b>."
+    text = (
+        "One.\n\n- a\n- b\n\n  more\n\n```\nx\n\ny\n```\n\nTwo\nlines.\n\n1. c\n\n2. d\n\n***\n\n> e\nf\n\n| g |\n|---|\n| h |\n\nEnd <b>."
+    )
     window.send(say(text))
     streamed = window.page.locator(".markdown").inner_html()
     window.page.reload()

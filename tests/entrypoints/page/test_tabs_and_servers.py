@@ -48,7 +48,7 @@ def test_a_server_that_goes_and_comes_back(browser: Any) -> None:
         window = with_context.__enter__()
         window.send(SUM)
     window.send("What is 2 + 2?")
-    assert "cannot be reached" in window.page.locator(".message.assistant .error").last.inner_text()
+    assert "cannot be reached" in window.page.locator(".message.assistant .error").last.text_content()
     window.until("document.body.dataset.server === 'gone'")
     assert window.page.locator("#notice").is_visible()
     server = Live(settings=GRACE)
@@ -59,7 +59,7 @@ def test_a_server_that_goes_and_comes_back(browser: Any) -> None:
         window.press("Regenerate")
         window.ended()
         assert window.said()[-1] and len(window.said()) == 4
-        assert window.page.locator(".walk:visible span").all_inner_texts() == ["2/2"]
+        assert window.page.locator(".walk:visible span").all_text_contents() == ["2/2"]
     with_context.__exit__(None, None, None)
     context.close()
 
@@ -88,7 +88,7 @@ def test_the_page_asks_for_a_key_and_says_when_it_is_wrong(browser: Any) -> None
         with watch(context, address) as window:
             page = window.page
             page.wait_for_selector("#settings-dialog[open]")
-            assert page.evaluate("document.activeElement.id") == "key" and "API key" in page.locator("#notice").inner_text()
+            assert page.evaluate("document.activeElement.id") == "key" and "API key" in page.locator("#notice").text_content()
             page.fill("#key", "wrong")
             page.press("#key", "Enter")
             page.wait_for_selector("#settings-dialog[open]")
@@ -147,10 +147,10 @@ def long_chat(turns: int) -> dict[str, Any]:
     """A chat of so many turns, as a file."""
     nodes = []
     for place in range(2 * turns):
-        role = "assistant" if place % 2 else "user"
-        text = f"Turn {place}: some **words** and `code`.\n\n- a\n- b\n\n```python\nprint({place})\n```\n" if place % 2 else f"Question {place}?"
-        parent = f"n{place - 1}" if place else None
-        nodes.append({"id": f"n{place}", "chat": "long", "parent": parent, "role": role, "content": text, "reasoning": "", "created": place})
+        reply = f"Turn {place}: some **words** and `code`.\n\n- a\n- b\n\n```python\nprint({place})\n```\n"
+        role, text = ("assistant", reply) if place % 2 else ("user", f"Question {place}?")
+        node = {"id": f"n{place}", "chat": "long", "parent": f"n{place - 1}" if place else None, "role": role}
+        nodes.append({**node, "content": text, "reasoning": "", "created": place})
     chat = {"id": "long", "title": "A long chat", "created": 0, "updated": 0, "leaf": nodes[-1]["id"], "settings": {"max_tokens": 8}}
     return {"format": "nanovllm-chats", "version": 1, "chats": [chat], "nodes": nodes}
 

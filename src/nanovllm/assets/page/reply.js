@@ -16,7 +16,7 @@ export function request(path, settings) {
 // Fills a message while its reply streams. `changed` is called after each arrival. It never throws: an error is a field of the message.
 export async function fill(node, body, signal, changed) {
   const began = performance.now();
-  let first = null, last = null, pieces = 0;
+  let first = null, last = null, pieces = 0, early = 0; // early: pieces that came with the first
   try {
     for await (const some of events("v1/chat/completions", body, signal)) {
       for (const event of some) {
@@ -34,6 +34,7 @@ export async function fill(node, body, signal, changed) {
         if (choice?.finish_reason) node.finish = choice.finish_reason;
         if (event.usage) node.usage = counts(event.usage);
       }
+      early ||= pieces;
       changed();
     }
   } catch (error) {
@@ -41,7 +42,7 @@ export async function fill(node, body, signal, changed) {
     if (node.finish === "error") [node.error, node.status] = [error.message, error.status ?? 0];
   }
   node.finish ??= "stop";
-  node.pieces = pieces;
+  Object.assign(node, { pieces, early });
   if (first !== null) Object.assign(node, { wait: (first - began) / 1e3, seconds: (last - first) / 1e3 });
   changed();
 }
@@ -54,7 +55,10 @@ function counts(usage) {
 export function figures(node) {
   const parts = [], tokens = node.usage?.completion ?? node.pieces;
   if (tokens) parts.push(`${node.usage ? "" : "about "}${tokens} tokens`);
-  if (tokens > 1 && node.seconds > 0) parts.push(`${((tokens - 1) / node.seconds).toFixed(1)} a second`);
+  if (node.pieces > node.early && node.seconds > 0) {
+    const after = tokens * (1 - node.early / node.pieces); // tokens that came after the first arrival
+    parts.push(`${(after / node.seconds).toFixed(1)} a second`);
+  }
   if (node.wait !== undefined) parts.push(`first after ${node.wait.toFixed(2)} s`);
   if (node.usage) parts.push(`${node.usage.reused} of ${node.usage.prompt} prompt tokens reused`);
   const ends = { stopped: "stopped", length: "the length was reached", edited: "written by hand", error: "not complete" };

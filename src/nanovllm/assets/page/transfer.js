@@ -29,7 +29,7 @@ export function read(text) {
     role: node.role === "user" ? "user" : "assistant", content: string(node.content), reasoning: string(node.reasoning),
     created: number(node.created), model: optional(node.model, string), finish: optional(node.finish, string) ?? "stop",
     error: optional(node.error, string), status: optional(node.status, number), usage: optional(node.usage, usage),
-    pieces: optional(node.pieces, number), wait: optional(node.wait, number) ?? undefined, seconds: optional(node.seconds, number) ?? undefined,
+    pieces: optional(node.pieces, number), early: optional(node.early, number), wait: optional(node.wait, number) ?? undefined, seconds: optional(node.seconds, number) ?? undefined,
   }));
   check(chats, nodes);
   return { chats, nodes };
