@@ -86,7 +86,7 @@ export class Chat {
   }
 
   async answer(parent) {
-    const settings = this.record.settings, body = request(this.tree.path(parent), settings), stop = new AbortController();
+    const body = request(this.tree.path(parent), this.record), stop = new AbortController();
     const node = this.add({ role: "assistant", content: "", parent, finish: null });
     this.running.set(node.id, { node, stop });
     this.keepLeaf();

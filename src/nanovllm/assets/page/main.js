@@ -6,6 +6,7 @@ import { Connection } from "./connection.js";
 import { byId } from "./dom.js";
 import { Log } from "./log.js";
 import { Settings, lastSettings } from "./settings.js";
+import { Shelf } from "./shelf.js";
 import { draw as drawChats } from "./sidebar.js";
 import { Store } from "./store.js";
 import { emptyChat, read, save } from "./transfer.js";
@@ -31,6 +32,7 @@ const chat = new Chat(store, {
   ended(node) {
     log.end(node);
     draw();
+    shelf.refresh();
     if (node.finish === "error") connection.look();
   },
 });
@@ -43,6 +45,16 @@ const settings = new Settings(
   },
   () => connection.look(),
 );
+let draft = []; // the chunks of a chat that has no message yet
+const shelf = new Shelf({
+  said: say,
+  used: () => chat.record?.chunks ?? (chat.record ? [] : draft),
+  use(names) {
+    if (!chat.record) return (draft = names);
+    chat.record.chunks = names;
+    store.changeChat(chat.record.id, { chunks: names }).catch(failed);
+  },
+});
 const connection = new Connection((state, detail) => {
   byId("model").textContent = state === "here" ? detail : "";
   document.body.dataset.server = state;
@@ -99,6 +111,7 @@ async function openNamed() {
   settings.show(record?.settings ?? lastSettings());
   if (record) await chat.open(record);
   draw();
+  shelf.draw();
   log.toEnd();
   await drawList();
   if (PHONE.matches) toggleSidebar(false);
@@ -109,10 +122,10 @@ async function send() {
   if (!words.trim() || chat.replying) return;
   text.value = "";
   grow();
-  const fresh = !chat.record;
-  if (fresh) {
-    const made = { ...emptyChat(settings.values()), title: words.trim().split("\n", 1)[0].slice(0, TITLE) };
+  if (!chat.record) {
+    const made = { ...emptyChat(settings.values()), chunks: draft, title: words.trim().split("\n", 1)[0].slice(0, TITLE) };
     chat.record = made;
+    draft = [];
     await store.addChat(made);
     history.pushState(null, "", `#${made.id}`);
   }
@@ -126,10 +139,19 @@ function toggleSidebar(open = sidebar.hidden) {
   byId("menu").setAttribute("aria-expanded", String(open));
 }
 
+// One panel at a time.
 function togglePanel(open = panel.hidden) {
+  if (open) toggleShelf(false);
   panel.hidden = !open;
   byId("branches").setAttribute("aria-expanded", String(open));
   draw();
+}
+
+function toggleShelf(open = shelf.panel.hidden) {
+  if (open) togglePanel(false);
+  shelf.panel.hidden = !open;
+  byId("chunks").setAttribute("aria-expanded", String(open));
+  shelf.refresh();
 }
 
 function grow() {
@@ -157,6 +179,8 @@ byId("new").addEventListener("click", newChat);
 byId("menu").addEventListener("click", () => toggleSidebar());
 byId("branches").addEventListener("click", () => togglePanel());
 byId("panel-close").addEventListener("click", () => togglePanel(false));
+byId("chunks").addEventListener("click", () => toggleShelf());
+byId("shelf-close").addEventListener("click", () => toggleShelf(false));
 byId("export").addEventListener("click", async () => save(await store.everything()));
 byId("import").addEventListener("click", () => byId("import-file").click());
 byId("import-file").addEventListener("change", async ({ target }) => {
@@ -194,9 +218,10 @@ store.addEventListener("changed", async ({ detail }) => {
     const record = await store.chat(detail.chat);
     if (!record) location.hash = "";
     else {
-      Object.assign(chat.record, { title: record.title, settings: record.settings });
+      Object.assign(chat.record, { title: record.title, settings: record.settings, chunks: record.chunks });
       settings.show(record.settings);
       draw();
+      shelf.draw();
     }
   }
   if (!detail.node) await drawList();

@@ -4,10 +4,11 @@ import { ApiError, events } from "./api.js";
 
 const numbers = ["temperature", "top_p", "max_tokens"];
 
-export function request(path, settings) {
+export function request(path, { settings, chunks = [] }) {
   const body = { messages: path.map(({ role, content, reasoning }) => (reasoning ? { role, content, reasoning_content: reasoning } : { role, content })) };
   if (settings.system) body.messages.unshift({ role: "system", content: settings.system });
   for (const name of numbers) if (typeof settings[name] === "number") body[name] = settings[name];
+  if (chunks.length) body.chunks = chunks;
   if (settings.thinking === "off") body.reasoning_effort = "none";
   if (settings.thinking === "on") body.chat_template_kwargs = { enable_thinking: true };
   return { ...body, stream: true, stream_options: { include_usage: true } };
@@ -32,6 +33,7 @@ export async function fill(node, body, signal, changed) {
           node.reasoning += reasoning;
         }
         if (choice?.finish_reason) node.finish = choice.finish_reason;
+        if (event.nanovllm?.chunks) node.after = { chunks: event.nanovllm.chunks.length, exact: event.nanovllm.exact };
         if (event.usage) node.usage = counts(event.usage);
       }
       early ||= pieces;
@@ -61,6 +63,7 @@ export function figures(node) {
   }
   if (node.wait !== undefined) parts.push(`first after ${node.wait.toFixed(2)} s`);
   if (node.usage) parts.push(`${node.usage.reused} of ${node.usage.prompt} prompt tokens reused`);
+  if (node.after) parts.push(`after ${node.after.chunks === 1 ? "a chunk" : `${node.after.chunks} chunks`}, ${node.after.exact ? "exact" : "approximate"}`);
   const ends = { stopped: "stopped", length: "the length was reached", edited: "written by hand", error: "not complete" };
   if (ends[node.finish]) parts.push(ends[node.finish]);
   return parts.join(" · ");

@@ -23,12 +23,14 @@ export function read(text) {
   const chats = list(given.chats).map((chat) => ({
     id: id(chat.id), title: string(chat.title), created: number(chat.created), updated: number(chat.updated),
     leaf: chat.leaf === null ? null : id(chat.leaf), settings: settings(chat.settings),
+    chunks: (chat.chunks ?? []).map(id),
   }));
   const nodes = list(given.nodes).map((node) => ({
     id: id(node.id), chat: id(node.chat), parent: node.parent === null ? null : id(node.parent),
     role: node.role === "user" ? "user" : "assistant", content: string(node.content), reasoning: string(node.reasoning),
     created: number(node.created), model: optional(node.model, string), finish: optional(node.finish, string) ?? "stop",
     error: optional(node.error, string), status: optional(node.status, number), usage: optional(node.usage, usage),
+    after: optional(node.after, (after) => ({ chunks: number(after.chunks), exact: after.exact === true })),
     pieces: optional(node.pieces, number), early: optional(node.early, number), wait: optional(node.wait, number) ?? undefined, seconds: optional(node.seconds, number) ?? undefined,
   }));
   check(chats, nodes);
