@@ -5,6 +5,7 @@ import { Chat } from "./chat.js";
 import { Connection } from "./connection.js";
 import { byId } from "./dom.js";
 import { Log } from "./log.js";
+import { Pages } from "./pages.js";
 import { Settings, lastSettings } from "./settings.js";
 import { Shelf } from "./shelf.js";
 import { draw as drawChats } from "./sidebar.js";
@@ -55,6 +56,7 @@ const shelf = new Shelf({
     store.changeChat(chat.record.id, { chunks: names }).catch(failed);
   },
 });
+const pages = new Pages(byId("pages"), () => !shelf.panel.hidden && !document.hidden);
 const connection = new Connection((state, detail) => {
   byId("model").textContent = state === "here" ? detail : "";
   document.body.dataset.server = state;
@@ -152,6 +154,7 @@ function toggleShelf(open = shelf.panel.hidden) {
   shelf.panel.hidden = !open;
   byId("chunks").setAttribute("aria-expanded", String(open));
   shelf.refresh();
+  pages.look();
 }
 
 function grow() {
@@ -211,6 +214,7 @@ document.addEventListener("keydown", (event) => {
   event.preventDefault();
   found();
 });
+document.addEventListener("visibilitychange", () => pages.look());
 addEventListener("hashchange", () => openNamed().catch(failed));
 store.addEventListener("changed", async ({ detail }) => {
   if (detail.node && detail.chat === chat.record?.id) return chat.heard(detail.node);

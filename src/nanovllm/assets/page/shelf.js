@@ -93,7 +93,7 @@ export class Shelf {
   }
 
   line({ name, tokens, pages, exact }) {
-    const told = el("span", { class: "told" }, `${tokens} tokens · ${pages} pages · ${exact ? "exact" : "approximate"}`);
+    const told = el("span", { class: "told" }, `${tokens} tokens · ${pages} ${pages === 1 ? "page" : "pages"} · ${exact ? "exact" : "approximate"}`);
     const buttons = [
       button("Use", () => this.put(name, -1), { "aria-label": `Use ${name}` }),
       button("Save", () => this.doing(() => this.act("POST", name, "/save", {})), { "aria-label": `Save ${name} to a file` }),
