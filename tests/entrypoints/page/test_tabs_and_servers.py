@@ -92,10 +92,19 @@ def test_the_page_asks_for_a_key_and_says_when_it_is_wrong(browser: Any) -> None
             page.fill("#key", "wrong")
             page.press("#key", "Enter")
             page.wait_for_selector("#settings-dialog[open]")
+            page.click("#settings-close")
+            window.send(SUM)
+            assert "API key" in (page.locator(".message.assistant .error").text_content() or "")
+            page.wait_for_selector("#settings-dialog[open]")
+            page.keyboard.press("Escape")
+            page.wait_for_timeout(2500)
+            assert page.locator("#settings-dialog").is_hidden(), "it does not come again and again"
+            page.click("#settings")
             page.fill("#key", "right")
             page.press("#key", "Enter")
             window.until("document.body.dataset.server === 'here'")
-            window.send(SUM)
+            window.press("Regenerate")
+            window.ended()
             assert "65" in window.said()[-1]
             assert page.evaluate("[sessionStorage.getItem('key'), localStorage.getItem('key')]") == ["right", None]
             assert "right" not in json.dumps(window.stored())

@@ -23,6 +23,6 @@ export class Connection {
     }
     if (turn !== this.turn) return;
     this.told(state, detail);
-    this.timer = setTimeout(() => this.look(), state === "here" ? LATER : SOON);
+    if (state !== "key") this.timer = setTimeout(() => this.look(), state === "here" ? LATER : SOON); // a wrong key stays wrong
   }
 }

@@ -59,8 +59,8 @@ const shelf = new Shelf({
 const pages = new Pages(byId("pages"), () => !shelf.panel.hidden && !document.hidden);
 const connection = new Connection((state, detail) => {
   byId("model").textContent = state === "here" ? detail : "";
+  if (state === "here" && document.body.dataset.server !== state) say("");
   document.body.dataset.server = state;
-  if (state === "here") say("");
   if (state === "gone") say(`${detail} The page looks for it again and again; nothing is lost.`);
   if (state === "key") {
     say("The server needs an API key, or the one that was given is wrong.");

@@ -34,7 +34,11 @@ export class Settings {
         rekeyed();
       });
     }
-    field.addEventListener("keydown", (event) => event.key === "Enter" && this.dialog.close());
+    field.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter") return;
+      event.preventDefault(); // closing gives the focus back to a button, which the key would press
+      this.dialog.close();
+    });
     byId("settings-close").addEventListener("click", () => this.dialog.close());
     byId("settings").addEventListener("click", () => this.open());
   }
