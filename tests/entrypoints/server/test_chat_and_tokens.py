@@ -73,7 +73,7 @@ def test_paths_with_and_without_v1(live: Live):
         assert one == two
         assert live.get("/v1" + path).status == 405
     assert live.get("/models").json() == live.get("/v1/models").json()
-    for path in ("/v1/embeddings", "/v1/audio/speech", "/v1/files", "/v2/models", "/"):
+    for path in ("/v1/embeddings", "/v1/audio/speech", "/v1/files", "/v2/models", "/page"):
         answer = live.post(path, {})
         assert answer.status == 404 and set(answer.json()["error"]) == {"message", "type", "param", "code"}
 

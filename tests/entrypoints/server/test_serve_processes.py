@@ -53,9 +53,10 @@ class Served:
 
     def ready(self) -> "Served":
         """Wait until it says that it serves: then every front end answers."""
-        self.wait(lambda: self.lines)
+        self.wait(lambda: len(self.lines) == 2)
         assert self.lines[0].startswith("nanovllm serves tiny at http"), self.lines
         self.port = int(self.lines[0].rpartition(":")[2])
+        assert self.lines[1] == f"the chat page: {self.lines[0].rpartition(' ')[2]}/"
         assert self.get("/health") == 200 and len(self.children()) >= 2
         return self
 
@@ -294,6 +295,6 @@ def test_an_engine_that_fails_again_and_again_stays_down(served: Any):
     for count in range(1, 7):
         server.wait(lambda: len(server.children()) == 2 and server.get("/health") == 200)
         os.kill(next(pid for pid in server.children() if pid != front), signal.SIGKILL)
-        server.wait(lambda count=count: len(server.lines) > count)
-    assert ["is not started again" in line for line in server.lines[1:]] == [False] * 5 + [True]
+        server.wait(lambda count=count: len(server.lines) > count + 1)
+    assert ["is not started again" in line for line in server.lines[2:]] == [False] * 5 + [True]
     assert server.get("/health") == 503 and server.children() == [front]

@@ -55,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--shutdown-seconds", type=float, default=30.0, metavar="X", help=shut)
     late = "how long a request may take, queue and stream included; it then ends with status 504 or an error event (default: any time)"
     group.add_argument("--request-timeout", type=float, metavar="X", help=late)
+    group.add_argument("--no-page", action="store_true", help="leave out the chat page, which is at / otherwise")
     group.add_argument("--access-log", action="store_true", help="print a line on stderr for each request")
     group.add_argument("--metrics-names", choices=("nanovllm", "vllm"), default="nanovllm", help="the names of the metrics at /metrics")
     group.add_argument("--chunk-dir", type=Path, metavar="DIR", help="a folder for the files of chunks that clients save")
@@ -98,6 +99,7 @@ def run(options: argparse.Namespace) -> int:
         api_keys=api_keys(options.api_key_file),
         allowed_hosts=tuple(name.lower() for name in options.allowed_host),
         cors_origins=origins(options.cors_origin),
+        page=not options.no_page,
         access_log=options.access_log,
         certificate=certificate(options.ssl_certfile, options.ssl_keyfile),
         shutdown_seconds=options.shutdown_seconds,

@@ -9,6 +9,7 @@ from nanovllm.entrypoints.server.exchange import RETRY, Exchange
 from nanovllm.entrypoints.server.settings import Settings
 
 OPEN = frozenset({"/health", "/ping"})  # paths that need no key
+PAGE = "/page/"  # the files of the chat page, which asks for a key itself
 METHODS = b"GET, POST, DELETE"
 PREFLIGHT_SECONDS = b"600"
 MOST_ASKED = 2048  # bytes of a preflight's list of headers
@@ -31,6 +32,8 @@ def admit(exchange: Exchange, settings: Settings, *, draining: bool) -> None:
     if draining:
         headers = (("connection", "close"), *RETRY)
         raise ApiError(503, "the server is shutting down", type="server_error", code="shutting_down", headers=headers)
+    if settings.page and (path == "/" or path.startswith(PAGE)):
+        return
     if settings.api_keys:
         place = place_of_key(exchange, settings.api_keys)
         if place is None:

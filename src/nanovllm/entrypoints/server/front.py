@@ -16,6 +16,7 @@ import uvicorn
 from nanovllm.entrypoints.process import freeze
 from nanovllm.entrypoints.server.app import App, Server
 from nanovllm.entrypoints.server.http_protocol import BoundedProtocol
+from nanovllm.entrypoints.server.page_files import PAGE_ROUTES
 from nanovllm.entrypoints.server.routes import ROUTES
 from nanovllm.entrypoints.server.settings import Settings
 from nanovllm.entrypoints.server.starting import READY
@@ -49,7 +50,7 @@ class FrontEnd:
         self.server, self._sock, self._engine_path = server, sock, engine_path
         limits, (certificate, key) = server.settings.limits, server.settings.certificate or (None, None)
         config = uvicorn.Config(
-            App(server, ROUTES),  # pyright: ignore[reportArgumentType]
+            App(server, (*ROUTES, *(PAGE_ROUTES if server.settings.page else ()))),  # pyright: ignore[reportArgumentType]
             http=partial(BoundedProtocol, limits),  # pyright: ignore[reportArgumentType]
             ws="none",
             lifespan="off",

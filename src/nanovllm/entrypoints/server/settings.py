@@ -70,6 +70,7 @@ class Settings:
         chunk_share: The part of the KV memory that chunks may hold, all keys together.
         tool_parser: The format of tool calls: a name of `tools.formats.FORMATS`, "auto" for what the chat template tells, or "none".
         reasoning_parser: The format of think blocks: a name of `reasoning.REASONING_FORMATS`, "auto" or "none".
+        page: Whether the chat page is at `/`.
         access_log: Whether each request gets a line on stderr.
         certificate: A file with the certificates of a TLS server, and the file of its private key. None: no TLS.
         limits: What one front end bears with.
@@ -96,6 +97,7 @@ class Settings:
     chunk_share: float = 0.5
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
+    page: bool = True
     access_log: bool = False
     certificate: tuple[str, str] | None = None
     limits: Limits = Limits()

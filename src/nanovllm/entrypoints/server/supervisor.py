@@ -79,7 +79,10 @@ class Supervisor:
                 if told:
                     print(f"nanovllm: error: {told}", file=sys.stderr, flush=True)
                     return FAILED
-                say(f"nanovllm serves {self.settings.model_name} at {url(self.http, tls=self.settings.certificate is not None)}")
+                address = url(self.http, tls=self.settings.certificate is not None)
+                say(f"nanovllm serves {self.settings.model_name} at {address}")
+                if self.settings.page:
+                    say(f"the chat page: {address}/")
                 while True:
                     if signal.sigwait(watched) != signal.SIGCHLD:
                         return self._stop()

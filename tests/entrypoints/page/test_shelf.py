@@ -1,0 +1,146 @@
+"""The shelf of the chat page: chunks are made, put before a chat in any order, saved, loaded and deleted."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm.entrypoints.server.settings import Settings
+from tests.entrypoints.page.window import Window, watch
+from tests.entrypoints.server.live import Live
+
+pytestmark = pytest.mark.unhooked
+FACTS = {"king": "The king of Aistonia is Oswin.", "capital": "The capital of Aistonia is Velmora."}
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[Live]:
+    """A server with no chunks yet and a folder for their files."""
+    with Live(settings=Settings(shutdown_seconds=1.0, chunk_dir=tmp_path)) as server:
+        yield server
+
+
+def make(window: Window, name: str) -> None:
+    window.page.fill("#chunk-name", name)
+    window.page.fill("#chunk-text", FACTS[name])
+    window.page.click("#chunk-make")
+    window.page.locator(f"#chunk-list [data-name={name}]").wait_for()
+
+
+def row(window: Window) -> list[str]:
+    return window.page.locator("#used strong").all_text_contents()
+
+
+def test_chunks_are_made_and_stand_before_the_chat_in_any_order(window: Window) -> None:
+    page, asked = window.page, list[dict[str, Any]]()
+    page.on("request", lambda request: "completions" in request.url and asked.append(request.post_data_json))
+    page.click("#chunks")
+    for name in FACTS:
+        make(window, name)
+    assert "exact" in (page.locator("#chunk-list .told").first.text_content() or "")
+    page.get_by_role("button", name="Use king").click()
+    told = page.locator("#used-told")
+    assert row(window) == ["king"] and "tokens, exact" in (told.text_content() or "")
+    window.send("Who is the king of Aistonia?")
+    assert asked[-1]["chunks"] == ["king"]
+    figures = window.page.locator(".figures").last
+    assert "after a chunk, exact" in (figures.text_content() or "") and " 0 of " not in (figures.text_content() or "")
+
+    page.get_by_role("button", name="Use capital").click()
+    assert row(window) == ["king", "capital"] and "approximate" in (told.text_content() or "")
+    page.get_by_role("button", name="Before: capital").click()
+    assert row(window) == ["capital", "king"]
+    page.locator("#used li").first.drag_to(page.locator("#used li").last)
+    assert row(window) == ["king", "capital"]
+    page.locator("#chunk-list [data-name=king]").drag_to(page.locator("#used"))
+    assert sorted(row(window)) == ["capital", "king", "king"]
+    page.get_by_role("button", name="Do not use king").first.click()
+    window.press("Regenerate")
+    window.ended()
+    assert asked[-1]["chunks"] == row(window) and "after 2 chunks, approximate" in (figures.text_content() or "")
+    before = row(window)
+    page.reload()
+    page.click("#chunks")
+    assert row(window) == before
+    page.click("#new")
+    assert row(window) == []
+
+
+def test_a_file_becomes_a_chunk(window: Window, tmp_path: Path) -> None:
+    window.page.click("#chunks")
+    file = tmp_path / "My notes.txt"
+    file.write_text(FACTS["king"])
+    window.page.set_input_files("#chunk-file", file)
+    window.page.locator("#chunk-list [data-name=My-notes]").wait_for()
+
+
+def test_chunks_are_saved_loaded_and_deleted(window: Window, live: Live) -> None:
+    page = window.page
+    page.click("#chunks")
+    make(window, "king")
+    page.get_by_role("button", name="Save king").click()
+    page.wait_for_selector("#shelf[aria-busy=false]")
+    page.get_by_role("button", name="Use king").click()
+    page.get_by_role("button", name="Delete king").click()
+    window.until("document.querySelectorAll('#chunk-list li').length === 0")
+    assert live.get("/v1/chunks").json()["data"] == [] and row(window) == ["king (not on the server)"]
+    page.fill("#chunk-name", "king")
+    page.click("#chunk-load")
+    page.locator("#chunk-list [data-name=king]").wait_for()
+    assert row(window) == ["king"]
+
+
+def test_what_goes_wrong_is_said(window: Window) -> None:
+    page = window.page
+    page.click("#chunks")
+    make(window, "king")
+    for name, words in {"king": "king", "no name!": "1 to 64", "": "needs a name"}.items():
+        page.fill("#chunk-name", name)
+        page.fill("#chunk-text", "Some words.")
+        page.click("#chunk-make")
+        page.locator("#notice:visible", has_text=words).wait_for()
+        page.evaluate("document.getElementById('notice').textContent = ''")
+
+
+def test_axe_finds_no_serious_fault(window: Window) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+    window.page.click("#chunks")
+    make(window, "king")
+    window.page.get_by_role("button", name="Use king").click()
+    found = axe.Axe().run(window.page).response["violations"]
+    assert [(one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")] == []
+
+
+def test_it_fits_on_a_phone(browser: Any, live: Live) -> None:
+    context = browser.new_context(viewport={"width": 360, "height": 640}, is_mobile=True, has_touch=True)
+    with watch(context, f"http://127.0.0.1:{live.port}/") as window:
+        window.page.click("#chunks")
+        make(window, "king")
+        assert window.page.evaluate("document.documentElement.scrollWidth") <= 360
+    context.close()
+
+
+def test_the_pages_of_memory_are_shown_by_owner_live(window: Window, live: Live) -> None:
+    def counts() -> list[int]:
+        return [int(text) for text in window.page.locator("#pages .legend li > span:nth-child(2)").all_text_contents()]
+
+    window.page.click("#chunks")
+    window.until("document.querySelector('#pages .legend').textContent.includes('256 nobody')")
+    make(window, "king")
+    window.until("document.querySelectorAll('#pages .legend li')[1].textContent !== '0 chunks'")
+    window.send("What is 27 + 38?")
+    window.until("document.querySelectorAll('#pages .legend li')[2].textContent.startsWith('0') === false")
+    running, chunks, index, free = counts()
+    assert running == 0 and chunks > 0 and index > 0 and running + chunks + index + free == 256
+    widths = "[...document.querySelectorAll('#pages .part')].map((part) => Number(part.style.flexGrow))"
+    assert window.page.evaluate(widths) == counts()
+
+
+def test_both_kinds_of_metrics_names_are_read(browser: Any) -> None:
+    context = browser.new_context()
+    settings = Settings(shutdown_seconds=1.0, metrics_names="vllm")
+    with Live(settings=settings) as server, watch(context, f"http://127.0.0.1:{server.port}/") as window:
+        window.page.click("#chunks")
+        window.until("document.querySelector('#pages .legend').textContent.includes('256 nobody')")
+    context.close()
