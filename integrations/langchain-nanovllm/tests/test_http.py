@@ -94,6 +94,17 @@ def test_chunks_are_reused_and_kept(live: Live) -> None:
         model.invoke("Hello", chunks=["nothing"])
 
 
+def test_closing_a_stream_cancels_its_request(live: Live) -> None:
+    before = live.engine.state.stats.decode_tokens
+    pieces = chat(live).stream("Once upon a time", ignore_eos=True, max_tokens=900)
+    for _ in range(4):
+        next(pieces)
+    live.wait_until_running()
+    pieces.close()  # pyright: ignore[reportAttributeAccessIssue]
+    live.wait_until_idle()
+    assert live.engine.state.stats.decode_tokens - before < 800
+
+
 def test_options_reach_the_server(live: Live) -> None:
     question = "What is 27 + 38?"
     plain = chat(live).invoke(question).text

@@ -145,6 +145,21 @@ def test_chunks_are_reused_joined_and_kept(live: Live) -> None:
     run(main())
 
 
+@pytest.mark.parametrize("thinking", [False, True])
+def test_kept_chunks_leave_think_blocks_out_unless_they_are_asked_for(thinking: bool) -> None:
+    model, forced = scripted_model("hermes")
+    body = {"messages": [{"role": "user", "content": say("<think>\nHm.\n</think>\n\nYes.")}], "keep": "talk", "keep_thinking": thinking}
+
+    async def main() -> str:
+        async with OpenAIChat(model, process_logits=forced, num_pages=512) as chat:
+            await chat.create(body)
+            assert chat.llm.tokenizer is not None
+            return chat.llm.tokenizer.decode(chat.chunks["talk"].token_ids.tolist(), skip_special_tokens=False)
+
+    text = run(main())
+    assert "Yes." in text and ("Hm." in text) == thinking
+
+
 def test_closing_a_stream_cancels_its_request(live: Live) -> None:
     async def main() -> None:
         async with OpenAIChat(live.model, num_pages=64) as chat:
