@@ -53,10 +53,14 @@ class ChatNanoVLLMInProcess(NanoVLLMOptions):
         """The engine, which is made if there is none. `loaded().llm` is the `AsyncLLM`.
 
         Raises:
+            ModuleNotFoundError: The extra `engine` is not installed.
             NanoVLLMError: The model cannot be loaded.
         """
-        from nanovllm.entrypoints.openai_chat import OpenAIChat
-
+        try:
+            from nanovllm.entrypoints.openai_chat import OpenAIChat
+        except ModuleNotFoundError as error:
+            told = f"{error}: ChatNanoVLLMInProcess needs the engine, pip install 'langchain-nanovllm[engine]'"
+            raise ModuleNotFoundError(told, name=error.name) from None
         with self._lock:
             if self.chat is None:
                 self.chat = OpenAIChat(self.model_name, **self.engine)

@@ -1,8 +1,12 @@
 """`ChatNanoVLLMInProcess` beyond the standard suites: loading, chunks as values, cancelled requests, event loops."""
 
 import asyncio
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,3 +161,19 @@ def test_a_closed_engine_says_so() -> None:
     made.close()
     with pytest.raises(nv.EngineClosedError):
         made.invoke(QUESTION)
+
+
+def test_without_the_engine_the_client_works_and_the_other_says_what_is_missing() -> None:
+    program = """
+import sys
+sys.modules["nanovllm"] = None
+from langchain_nanovllm import ChatNanoVLLM, ChatNanoVLLMInProcess
+ChatNanoVLLM(model="tiny")
+try:
+    ChatNanoVLLMInProcess(model="tiny").invoke("Hello")
+except ModuleNotFoundError as error:
+    print(error)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=60, check=True)
+    assert "pip install 'langchain-nanovllm[engine]'" in done.stdout
