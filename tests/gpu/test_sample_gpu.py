@@ -9,7 +9,7 @@ from nanovllm.ops.sampling.least_kept import least_kept
 from nanovllm.ops.sampling.uniforms import uniforms
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.sampling.penalty_tables import PenaltyTables, draw_rows
-from nanovllm.sampling.row_options import LINES, kind_of, needs_tables, pack, row_options
+from nanovllm.sampling.row_options import LINES, kind_of, needs_tables, pack, packed_options, row_options
 from nanovllm.sampling.sampler import record, sample
 from nanovllm.sampling.tensors import build
 
@@ -145,7 +145,7 @@ def test_no_step_waits_for_the_host(params):
 @pytest.mark.parametrize("params", SETS, ids=["greedy", "plain", "candidates", "everything"])
 def test_a_captured_graph_replays_with_other_requests(params):
     """One graph of a kind serves any options of that kind, and counts what it draws; each step equals the plain sampler's."""
-    vocab, size, kind, device = 4096, len(params) + 2, kind_of(params), torch.device("cuda")
+    vocab, size, kind, device = 4096, len(params) + 2, kind_of(map(packed_options, params)), torch.device("cuda")
     tables, lines = PenaltyTables.empty(size, vocab, device), torch.zeros(LINES, size + size % 2, dtype=torch.int32, device=device)
     host = np.zeros(lines.shape, np.int32)
     pack([], host)
@@ -164,7 +164,7 @@ def test_a_captured_graph_replays_with_other_requests(params):
     for round_, chosen in enumerate((params, params[::-1], params[:1])):
         rows, packed = rows_of(chosen), []
         for slot, (p, seed, prompt, output) in enumerate(rows):
-            packed.append((p, seed, size - 1 - slot if needs_tables(p) else -1))
+            packed.append((packed_options(p), seed, size - 1 - slot if needs_tables(p) else -1))
             tables.fill(size - 1 - slot, *(ids.astype(np.int32) for ids in (prompt, output)), dict(p.logit_bias or ()), round_ + 1)
         pack(packed, host)
         lines.copy_(torch.from_numpy(host))

@@ -1361,8 +1361,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ("--retain is dropped", ", retain=options.retain)", ")"),
         (
             "a reset forgets the system message",
-            "replace(conversation, messages=opening, chunk=None), None",
-            "replace(conversation, messages=(), chunk=None), None",
+            "replace(self._conversation, messages=self._opening, chunk=None), None",
+            "replace(self._conversation, messages=(), chunk=None), None",
         ),
         ("a message without a reply stays", "    if not figures.reply:", "    if figures.reply is None:"),
     ),

@@ -9,7 +9,18 @@ from hypothesis import strategies as st
 
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.sampling.penalty_tables import PIECE, PenaltyTables, draw_rows
-from nanovllm.sampling.row_options import KINDS, LINES, Row, RowOptions, kind_of, mask_lines, needs_tables, pack, row_options
+from nanovllm.sampling.row_options import (
+    KINDS,
+    LINES,
+    Row,
+    RowOptions,
+    kind_of,
+    mask_lines,
+    needs_tables,
+    pack,
+    packed_options,
+    row_options,
+)
 from nanovllm.sampling.sampler import record, sample
 from nanovllm.sampling.tensors import build
 
@@ -40,9 +51,9 @@ def options_of(rows: list[Row], size: int) -> RowOptions:
 @given(st.lists(st.tuples(PARAMS, st.integers(0, 2**63 - 1), st.integers(-1, 5)), max_size=5), st.integers(0, 3))
 @settings(deadline=None)
 def test_what_is_packed_is_what_a_step_reads(drawn: list, extra: int) -> None:
-    rows: list[Row] = [(SamplingParams(**options), *rest) for options, *rest in drawn]
+    rows: list[tuple[SamplingParams, int, int]] = [(SamplingParams(**options), *rest) for options, *rest in drawn]
     size = len(rows) + extra
-    options = options_of(rows, size)
+    options = options_of([(packed_options(p), *rest) for p, *rest in rows], size)
     for name, neutral in (("temperature", 0.0), ("top_p", 1.0), ("min_p", 0.0)):
         want = [float(np.float32(getattr(p, name))) for p, _, _ in rows] + [neutral] * extra
         assert getattr(options, name).tolist() == want
@@ -57,17 +68,20 @@ def test_what_is_packed_is_what_a_step_reads(drawn: list, extra: int) -> None:
 
 
 def test_a_tiny_repetition_penalty_is_no_division_by_zero() -> None:
-    assert options_of([(SamplingParams(repetition_penalty=1e-30), 0, -1)], 1).repetition.item() == np.float32(1e-6)
+    assert options_of([(packed_options(SamplingParams(repetition_penalty=1e-30)), 0, -1)], 1).repetition.item() == np.float32(1e-6)
 
 
 def test_kinds_are_the_least_that_serve_all_rows() -> None:
+    def kind(*params: SamplingParams) -> str:
+        return kind_of(map(packed_options, params))
+
     greedy, random = SamplingParams(temperature=0.0, top_k=3), SamplingParams()
-    assert kind_of([]) == kind_of([greedy]) == "greedy" and kind_of([greedy, random]) == "random"
+    assert kind() == kind(greedy) == "greedy" and kind(greedy, random) == "random"
     for filtered in (SamplingParams(top_k=3), SamplingParams(top_p=0.5), SamplingParams(min_p=0.1)):
-        assert kind_of([random, filtered]) == "filtered"
+        assert kind(random, filtered) == "filtered"
     for tabled in (SamplingParams(temperature=0.0, presence_penalty=1.0), SamplingParams(logit_bias={1: 1.0})):
-        assert needs_tables(tabled) and kind_of([greedy, tabled, random]) == "everything"
-    assert kind_of([greedy, SamplingParams(logprobs=0)]) == "logprobs" and not needs_tables(random)
+        assert needs_tables(tabled) and packed_options(tabled).tabled and kind(greedy, tabled, random) == "everything"
+    assert kind(greedy, SamplingParams(logprobs=0)) == "logprobs" and not packed_options(random).tabled
 
 
 @given(st.lists(st.tuples(PARAMS, st.integers(0, 2**63 - 1), IDS, IDS), min_size=1, max_size=4), st.integers(0, 2**32), st.booleans())
@@ -81,10 +95,10 @@ def test_steps_of_every_kind_draw_what_the_sampler_draws(drawn: list, noise: int
     tables.biases.fill_(9.0)
     packed: list[Row] = []
     for slot, (params, seed, prompt, output) in enumerate(rows):
-        packed.append((params, seed, slot if needs_tables(params) else -1))
+        packed.append((packed_options(params), seed, slot if needs_tables(params) else -1))
         tables.fill(slot, prompt, output, dict(params.logit_bias or ()), len(prompt) + len(output))
     before = tables.marks.clone()
-    options, least = options_of(packed, size), KINDS.index(kind_of([params for params, *_ in rows]))
+    options, least = options_of(packed, size), KINDS.index(kind_of([packed_options(params) for params, *_ in rows]))
     sampling, lengths = build(rows, VOCAB, "cpu"), torch.tensor([len(p) + len(o) for _, _, p, o in rows], dtype=torch.int32)
     newest = torch.tensor([([*p, *o] or [0])[-1] for _, _, p, o in rows], dtype=torch.int32)
     for step in range(3):
@@ -106,7 +120,8 @@ def test_steps_of_every_kind_draw_what_the_sampler_draws(drawn: list, noise: int
 
 def test_many_rows_are_drawn_in_pieces() -> None:
     size, random = 2 * PIECE + 5, torch.Generator().manual_seed(0)
-    rows: list[Row] = [(SamplingParams(temperature=0.5, frequency_penalty=1.0, logprobs=2), row, row % 3 - 1) for row in range(size)]
+    own = packed_options(SamplingParams(temperature=0.5, frequency_penalty=1.0, logprobs=2))
+    rows: list[Row] = [(own, row, row % 3 - 1) for row in range(size)]
     tables = PenaltyTables.empty(2, VOCAB, torch.device("cpu"))
     tables.marks.copy_(torch.randint(0, 5, tables.marks.shape, generator=random))
     logits, ones = torch.randn(size, VOCAB, generator=random), torch.ones(size, dtype=torch.int32)
@@ -122,5 +137,6 @@ def test_rows_with_masks_have_lines_in_order() -> None:
     plain, ends = SamplingParams(temperature=0), {"temperature": 0, "min_tokens": 3}
     masked = [SamplingParams(**ends), SamplingParams(bad_words=["a"]), SamplingParams(**ends, ignore_eos=True, stop_token_ids=[3])]
     free = [plain, SamplingParams(**ends, ignore_eos=True)]
-    assert mask_lines([(p, 0, -1) for p in [free[0], *masked, free[1]]]) == [-1, 0, 1, 2, -1]
-    assert [kind_of([p]) for p in free] == ["greedy"] * 2 and {kind_of([p]) for p in masked} == {"everything"}
+    assert mask_lines([(packed_options(p), 0, -1) for p in [free[0], *masked, free[1]]]) == [-1, 0, 1, 2, -1]
+    assert [kind_of([packed_options(p)]) for p in free] == ["greedy"] * 2
+    assert {kind_of([packed_options(p)]) for p in masked} == {"everything"}

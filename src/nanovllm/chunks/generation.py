@@ -7,6 +7,7 @@ from nanovllm.engine.prompt import Context
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.chunk import Chunk
+from nanovllm.state.html import card
 from nanovllm.state.logprobs import TokenLogprobs
 from nanovllm.types import brief_fields
 
@@ -45,6 +46,14 @@ class Generation:
 
     def __repr__(self) -> str:
         return brief_fields(self)
+
+    def _repr_html_(self) -> str:
+        figures = [
+            ("ended by", self.finish_reason if self.error is None else f"{self.finish_reason}: {self.error}"),
+            ("reply tokens", f"{len(self.token_ids):,}"),
+            ("chunk", repr(self.chunk)),
+        ]
+        return card("Generation", figures, self.text)
 
 
 def one_for_each(contexts: Seq[Context], sampling_params: SamplingParams | Seq[SamplingParams | None] | None) -> Seq[SamplingParams | None]:

@@ -13,7 +13,6 @@ from nanovllm.sampling.compiled_grammar import CompiledGrammar, compile_for
 from nanovllm.sampling.grammar import Grammar
 from nanovllm.sampling.matchers import Matcher, Matchers, NotAllowedError
 from nanovllm.sampling.process_logits import blame
-from nanovllm.sampling.row_options import is_masked
 from nanovllm.sampling.token_masks import all_tokens, leave_out
 from nanovllm.state.request import Request, Sequence
 from nanovllm.state.steady import Steady
@@ -119,7 +118,7 @@ def constrained(model: Model, matchers: Matchers, rows: Seq[Sequence]) -> Constr
     if isinstance(rows, Steady):
         replies = {row: _steady_reply(rows, row) for row in rows.masked}
     else:
-        replies = {row: _reply(sequence) for row, sequence in enumerate(rows) if is_masked(sequence.request.sampling)}
+        replies = {row: _reply(sequence) for row, sequence in enumerate(rows) if sequence.request.options.masked}
     return Constrained(model.config.vocab_size, matchers, replies) if replies else None
 
 

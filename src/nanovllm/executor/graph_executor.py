@@ -48,7 +48,7 @@ from nanovllm.models.model import Model
 from nanovllm.ops.attention.cascade_plan import CascadePlan
 from nanovllm.ops.compile_ahead import FirstStart
 from nanovllm.sampling.params import SamplingParams
-from nanovllm.sampling.row_options import TABLED, Kind, Row, kind_of, mask_lines
+from nanovllm.sampling.row_options import TABLED, Kind, Row, kind_of, mask_lines, packed_options
 from nanovllm.state.kv_cache import KVState
 from nanovllm.state.pool_sizes import dummies
 from nanovllm.state.request import Sequence
@@ -57,7 +57,7 @@ from nanovllm.types import Int64, Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
-NOTHING: Row = (SamplingParams(temperature=0), 0, -1)  # for rows whose result is not used
+NOTHING: Row = (packed_options(SamplingParams(temperature=0)), 0, -1)  # for rows whose result is not used
 
 # Rows and tokens of the prompts that warm kernels up. They cover each tile configuration that decode steps do not use, for token counts
 # that are a multiple of 16 and for others: Triton compiles separate kernels for the two.
@@ -200,7 +200,7 @@ class GraphExecutor:
         self._ahead.drop()
         self._loaded = None
         places = longest_first(rows)
-        carried, sampling = placed(rows, places), kind_of([s.request.sampling for s in rows])
+        carried, sampling = placed(rows, places), kind_of([s.request.options for s in rows])
         drawing = self._rows.rows(() if sampling == "greedy" else carried, loaded=True)
         processed = carried if processors_of(rows) else ()
         step = self._decode.load(kv, decode_batch(carried, frames=frames, **self._layout), drawing, sampling, processed)
@@ -350,7 +350,7 @@ class GraphExecutor:
         """Run a few prompt tokens as the rows of one captured step. Only rows that complete a prompt sample a token that is used."""
         host, whole = prefill_batch(rows, draw=draw, frames=frames, **self._layout), _whole(rows, draw)
         assert host.logit_indices is not None
-        sampling: Kind = kind_of([s.request.sampling for s in whole])
+        sampling: Kind = kind_of([s.request.options for s in whole])
         drawing = [NOTHING] * len(host.input_ids)
         for row, drawn in zip(host.logit_indices.tolist(), self._rows.rows(whole, loaded=False), strict=True):
             drawing[row] = drawn

@@ -10,7 +10,7 @@ from nanovllm.executor.carry import to_host
 from nanovllm.executor.executor import Drawn, Masks
 from nanovllm.executor.row_processing import kept, process_rows
 from nanovllm.sampling.penalty_tables import PenaltyTables, draw_rows
-from nanovllm.sampling.row_options import LINES, Kind, Row, kind_of, mask_lines, needs_tables, pack, row_options
+from nanovllm.sampling.row_options import LINES, Kind, Row, kind_of, mask_lines, pack, row_options
 from nanovllm.sampling.table_slots import Owner, TableSlots
 from nanovllm.state.request import Sequence
 from nanovllm.types import Float, Tensor
@@ -39,7 +39,7 @@ class RowTables:
             assert owner is not None
             self._fill(slot, sequences[index])
             self._slots.filled(slot, owner)  # not before: a fill may be interrupted
-        return [(s.request.sampling, s.request.seed, slot) for s, slot in zip(sequences, placed.slots, strict=True)]
+        return [(s.request.options, s.request.seed, slot) for s, slot in zip(sequences, placed.slots, strict=True)]
 
     def ran(self) -> None:
         """Note that the loaded rows run a step."""
@@ -67,7 +67,7 @@ class RowTables:
         """
         if not sequences:
             return None
-        kind: Kind = kind_of([s.request.sampling for s in sequences])
+        kind: Kind = kind_of([s.request.options for s in sequences])
         logits, processing = process_rows(logits, sequences, width)
         size = len(sequences)
         host = torch.empty((2 + LINES, aligned(size)), dtype=torch.int32, pin_memory=self._device.type == "cuda")
@@ -90,4 +90,4 @@ class RowTables:
 
 
 def _owner(s: Sequence) -> Owner | None:
-    return Owner(s.request, s.tokens.length) if needs_tables(s.request.sampling) else None
+    return Owner(s.request, s.tokens.length) if s.request.options.tabled else None

@@ -4,10 +4,11 @@ Options are data: one captured step of a kind serves all options of that kind. A
 token as in a step of a lesser kind.
 """
 
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -21,10 +22,42 @@ Kind = Literal["greedy", "random", "filtered", "everything", "logprobs"]
 # penalties, biases and masks.
 KINDS: tuple[Kind, ...] = ("greedy", "random", "filtered", "everything", "logprobs")
 TABLED: tuple[Kind, ...] = ("everything", "logprobs")  # the kinds that read the tables of penalties and biases
-Row = tuple[SamplingParams, int, int]  # options, seed, and slot in the tables of penalties and biases (-1: none)
 LINES = 11  # of int32 per row; the first two are a seed of 64 bits
 NEUTRAL = (0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0, -1.0, -1.0)  # of the lines after the seeds
 SMALLEST_DIVISOR = 1e-6  # with a smaller repetition penalty logits would leave float32's range
+NUMBERS = struct.Struct("=i6f")  # of `PackedOptions.numbers`
+LINES_OF_NUMBERS = (3, 2, 4, 5, 6, 7, 8)  # the lines of a buffer to which they go
+
+
+class PackedOptions(NamedTuple):
+    """What a step asks of a request's options. It is made once for a request, because a step may load hundreds of rows.
+
+    Attributes:
+        rank: The least kind of sampling that serves the options, as an index of `KINDS`.
+        tabled: Whether a row needs a slot in the tables of penalties and biases.
+        masked: Whether some steps of the reply may not sample every token.
+        numbers: top_k, temperature, top_p, min_p and the penalties for repetition, presence and frequency, of 4 bytes each.
+    """
+
+    rank: int
+    tabled: bool
+    masked: bool
+    numbers: bytes
+
+
+Row = tuple[PackedOptions, int, int]  # options, seed, and slot in the tables of penalties and biases (-1: none)
+
+
+def packed_options(p: SamplingParams) -> PackedOptions:
+    """The options in the form that steps read.
+
+    Examples:
+        >>> packed_options(SamplingParams(temperature=0)).rank == KINDS.index("greedy")
+        True
+    """
+    repetition = max(p.repetition_penalty, SMALLEST_DIVISOR)
+    numbers = NUMBERS.pack(p.top_k, p.temperature, p.top_p, p.min_p, repetition, p.presence_penalty, p.frequency_penalty)
+    return PackedOptions(rank=_rank(p), tabled=needs_tables(p), masked=is_masked(p), numbers=numbers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +100,9 @@ class RowOptions:
         )
 
 
-def kind_of(params: Iterable[SamplingParams]) -> Kind:
+def kind_of(options: Iterable[PackedOptions]) -> Kind:
     """The least kind of sampling that serves all rows."""
-    return KINDS[max([_rank(p) for p in params], default=0)]
+    return KINDS[max([each.rank for each in options], default=0)]
 
 
 def _rank(p: SamplingParams) -> int:
@@ -96,31 +129,23 @@ def is_masked(p: SamplingParams) -> bool:
 def mask_lines(rows: Sequence[Row]) -> list[int]:
     """The line of each row in the table of masks: rows that are masked have one after another, others have -1."""
     lines = count()
-    return [next(lines) if is_masked(p) else -1 for p, _, _ in rows]
+    return [next(lines) if options.masked else -1 for options, _, _ in rows]
 
 
 def pack(rows: Sequence[Row], lines: Int32[np.ndarray, "11 n"]) -> None:
     """Write the options of rows into the lines of a buffer, followed by neutral rows. n is a multiple of 2."""
     size = len(rows)
-    seeds, floats, ints = lines[:2].reshape(-1).view(np.int64), lines.view(np.float32), lines
+    seeds, floats, ints = lines[:2].reshape(-1).view(np.int64), lines.view(np.float32), lines.view(np.int32)
     seeds[size:] = 0
     for line, neutral in enumerate(NEUTRAL, 2):
         (ints if line in (3, 9, 10) else floats)[line, size:] = neutral
     if not size:
         return
     seeds[:size] = [seed for _, seed, _ in rows]
-    ints[3, :size] = [p.top_k for p, _, _ in rows]
     ints[9, :size] = [slot for _, _, slot in rows]
     ints[10, :size] = mask_lines(rows)
-    numbers = np.array(
-        [
-            (p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
-            for p, _, _ in rows
-        ],
-        np.float32,
-    )  # fmt: skip
-    floats[[2, 4, 5, 6, 7, 8], :size] = numbers.T
-    np.maximum(floats[6, :size], SMALLEST_DIVISOR, out=floats[6, :size])
+    numbers = np.frombuffer(b"".join([options.numbers for options, _, _ in rows]), np.int32)
+    ints[LINES_OF_NUMBERS, :size] = numbers.reshape(size, -1).T
 
 
 def row_options(lines: Int32[Tensor, "11 n"], size: int) -> RowOptions:

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from nanovllm.state.html import card
 from nanovllm.state.vector import IntVector
 
 Gaps = tuple[tuple[int, int], ...]  # (index of a token, its position less its index), for the first token after each gap
@@ -75,6 +76,11 @@ class Chunk:
     def __repr__(self) -> str:
         tokens, pages = (f"{n} {unit}{'s' * (n != 1)}" for n, unit in ((len(self), "token"), (len(self.pages), "page")))
         return f"Chunk({tokens}, {pages}, {self.provenance}, liveness={self.liveness})"
+
+    def _repr_html_(self) -> str:
+        exact = f"{self.num_exact:,} of {len(self):,} tokens"
+        figures = [("tokens", f"{len(self):,}"), ("pages", f"{len(self.pages):,}"), ("KV", self.provenance), ("exact", exact)]
+        return card(f"Chunk {self.liveness}", figures)
 
     @property
     def token_ids(self) -> np.ndarray:

@@ -8,6 +8,7 @@ from immutables import Map
 from nanovllm.config import EngineConfig
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.expected_reply import EXPECTED_REPLY
+from nanovllm.state.html import card
 from nanovllm.state.kv_cache import KVState
 from nanovllm.state.lease import Leased
 from nanovllm.state.pages import PageState
@@ -151,6 +152,19 @@ class EngineState:
         used = f"{pages.num_pages - pages.num_free} of {pages.num_pages} pages used"
         parts = f"{used}, {len(self.chunks)} chunk{'s' * (len(self.chunks) != 1)}, {requests} request{'s' * (requests != 1)}"
         return f"EngineState({parts}, epoch {self.epoch}{', donated' if stale else ''})"
+
+    def _repr_html_(self) -> str:
+        pages, stale = self.pool.pages, self.epoch != self.runtime.lease.epoch
+        figures = [
+            ("pages used", f"{pages.num_pages - pages.num_free:,} of {pages.num_pages:,}"),
+            ("tokens per page", self.config.page_size),
+            ("chunks", len(self.chunks)),
+            ("requests", f"{len(self.running)} running, {len(self.waiting)} waiting"),
+            ("prompt tokens", f"{self.stats.prefill_tokens:,} run, {self.stats.reused_tokens:,} reused"),
+            ("reply tokens", f"{self.stats.decode_tokens:,} run"),
+            ("epoch", f"{self.epoch}{', donated: use the newest state' if stale else ''}"),
+        ]
+        return card("EngineState", figures)
 
     @property
     def pages(self) -> PageState:

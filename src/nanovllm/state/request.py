@@ -12,8 +12,10 @@ from nanovllm.sampling.bad_words import BadWords
 from nanovllm.sampling.compiled_grammar import CompiledGrammar
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.sampling.process_logits import LogitsProcessor
+from nanovllm.sampling.row_options import PackedOptions, packed_options
 from nanovllm.state.chunk import EXACT, Gaps, Provenance, offset_after
 from nanovllm.state.heap import Heap, popped, pushed
+from nanovllm.state.html import card
 from nanovllm.state.logprobs import RowScores, Scores, TokenLogprobs
 from nanovllm.state.stop_scan import StopScan
 from nanovllm.state.vector import IntVector
@@ -60,6 +62,7 @@ class Request:
         namespace: Requests share KV only with those of the same number.
         grammar: The compiled form of `sampling.grammar`, or None.
         bad_words: The tokens of `sampling.bad_words`, or None.
+        options: `sampling` in the form that steps read.
     """
 
     request_id: int
@@ -76,6 +79,10 @@ class Request:
     namespace: int = 0
     grammar: CompiledGrammar | None = None
     bad_words: BadWords | None = None
+    options: PackedOptions = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "options", packed_options(self.sampling))
 
     def __repr__(self) -> str:
         return brief_fields(self)
@@ -294,6 +301,14 @@ class RequestOutput:
 
     def __repr__(self) -> str:
         return brief_fields(self)
+
+    def _repr_html_(self) -> str:
+        figures = [
+            ("ended by", self.finish_reason if self.error is None else f"{self.finish_reason}: {self.error}"),
+            ("reply tokens", f"{len(self.token_ids):,}"),
+            ("prompt tokens", f"{len(self.prompt_token_ids):,}, of which {self.num_cached_tokens:,} were reused"),
+        ]
+        return card(f"Request {self.request_id}", figures, self.text)
 
 
 class StepOutput(NamedTuple):

@@ -10,29 +10,20 @@ from nanovllm.chunks.thinking import Retain, check_retain
 from nanovllm.engine.init_state import init_state
 from nanovllm.engine.requests import capacity
 from nanovllm.entrypoints.arguments import add_model_options, add_sampling_options, engine_limits, freeze_if_alone, sampling
+from nanovllm.entrypoints.cli.chat_loop import talk
 from nanovllm.entrypoints.cli.load import load
+from nanovllm.entrypoints.cli.remote_chat import run_remote_chat
+from nanovllm.entrypoints.cli.serve import KEYS
 from nanovllm.entrypoints.conversation import Conversation, Turn, turn
 from nanovllm.entrypoints.display.terminal import View, note
 from nanovllm.entrypoints.memory.report import memory
 from nanovllm.entrypoints.process import noted_interrupts
-from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.models.model import Model
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.engine_state import EngineState
 from nanovllm.tokenizer.messages import render
-from nanovllm.tokenizer.tokenizer import check_text
 
-HELP = """\
-Type a message and press Enter. Ctrl-C stops a reply, Ctrl-D leaves.
-  /reset      forget the conversation and start a new one
-  /no_think   turn thinking off; at the end of a message, it asks the model not to think for that message only
-  /think      turn thinking on
-  /stats      show how many prompt tokens were run, and how many were reused
-  /memory     show the owners of the pages of the KV memory
-  /help       show this text
-  /exit       leave"""
-
-
+MOST = 2048  # tokens of a reply, by default
 DESCRIPTION = "Chat with a model. The KV of the conversation stays, so each message runs only its new tokens."
 
 
@@ -40,6 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `nanovllm chat`."""
     parser.add_argument("--system", metavar="TEXT", help="the system message, which tells the model how to behave")
     parser.add_argument("--no-think", action="store_true", help="start with thinking turned off")
+    server = f"talk to a running server, such as http://127.0.0.1:8000, and load no model; its key is the variable {KEYS}"
+    parser.add_argument("--server", metavar="URL", help=server)
     parser.add_argument(
         "--retain",
         choices=("all", *MODES),
@@ -48,7 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "positions (fast, approximate). gap: leave it in place (fast, approximate). all: keep the thinking too (default: %(default)s)",
     )
     add_model_options(parser)
-    add_sampling_options(parser, max_tokens=2048)
+    add_sampling_options(parser, max_tokens=MOST)
+    parser.set_defaults(max_tokens=None)  # with --server the limit is the server's
 
 
 def run(
@@ -62,53 +56,43 @@ def run(
 ) -> int:
     """The interactive program: read messages from stdin until its end or `/exit`. Returns the exit code."""
     check_retain(model, "all" if retain == "recompute" else retain)
-    interactive = sys.stdin.isatty()
-    if interactive:
-        _enable_line_editing()
-        note(f"{model.name} on {model.device}, {capacity(state)} tokens of conversation. /help shows the commands.")
-    opening = ({"role": "system", "content": system},) if system else ()
-    conversation, figures = Conversation(messages=opening, thinking=thinking, retain=retain), None
-    while True:
-        try:
-            text = input(">>> " if interactive else "").strip()
-        except KeyboardInterrupt:
-            note("\n(Ctrl-C stops a reply; Ctrl-D or /exit leaves)")
-            continue
-        except (EOFError, UnicodeDecodeError) as error:
-            if isinstance(error, UnicodeDecodeError):
-                raise InvalidRequestError(f"the input is not valid UTF-8: {error}") from None
-            if interactive:
-                print()
-            return 0
-        match text.split():
-            case []:
-                continue
-            case ["/exit" | "/quit"]:
-                return 0
-            case ["/help"]:
-                note(HELP)
-            case ["/reset"]:
-                if conversation.chunk is not None:
-                    state = release(state, conversation.chunk)
-                conversation, figures = replace(conversation, messages=opening, chunk=None), None
-                note("A new conversation.")
-            case ["/no_think" | "/think" as command]:
-                conversation = replace(conversation, thinking=command == "/think")
-                note("Thinking is on." if conversation.thinking else "Thinking is off.")
-            case ["/stats"]:
-                note(f"last turn: {figures}" if figures else "no turn yet")
-                note(f"since the start: {state.stats.prefill_tokens} prompt tokens run, {state.stats.reused_tokens} reused")
-            case ["/memory"]:
-                note(memory(state, names={"conversation": conversation.chunk} if conversation.chunk is not None else None).text())
-            case [command, *_] if command.startswith("/") and command not in ("/think", "/no_think"):
-                note(f"unknown command {command}; /help shows the commands")
-            case _:
-                try:
-                    check_text(text)
-                    with noted_interrupts(every=True):  # a Ctrl-C between the turn's end and this assignment would lose the state
-                        state, conversation, figures = _show_turn(model, state, conversation, text, params)
-                except NanoVLLMError as error:
-                    note(f"error: {error}")
+    return talk(_LocalTalk(model, state, params, system, thinking, retain))
+
+
+class _LocalTalk:
+    """A conversation with an engine in this process. It holds the engine's newest state."""
+
+    def __init__(
+        self, model: Model, state: EngineState, params: SamplingParams, system: str | None, thinking: bool, retain: Retain
+    ) -> None:
+        self._model, self._state, self._params = model, state, params
+        self._opening = ({"role": "system", "content": system},) if system else ()
+        self._conversation = Conversation(messages=self._opening, thinking=thinking, retain=retain)
+        self._figures: Turn | None = None
+
+    def about(self) -> str:
+        return f"{self._model.name} on {self._model.device}, {capacity(self._state)} tokens of conversation. /help shows the commands."
+
+    def say(self, text: str) -> None:
+        with noted_interrupts(every=True):  # a Ctrl-C between the turn's end and this assignment would lose the state
+            self._state, self._conversation, self._figures = _show_turn(self._model, self._state, self._conversation, text, self._params)
+
+    def reset(self) -> None:
+        if self._conversation.chunk is not None:
+            self._state = release(self._state, self._conversation.chunk)
+        self._conversation, self._figures = replace(self._conversation, messages=self._opening, chunk=None), None
+
+    def think(self, on: bool) -> None:
+        self._conversation = replace(self._conversation, thinking=on)
+
+    def stats(self) -> list[str]:
+        stats = self._state.stats
+        since = f"since the start: {stats.prefill_tokens} prompt tokens run, {stats.reused_tokens} reused"
+        return [f"last turn: {self._figures}" if self._figures else "no turn yet", since]
+
+    def memory(self) -> str:
+        chunk = self._conversation.chunk
+        return memory(self._state, names=None if chunk is None else {"conversation": chunk}).text()
 
 
 def _show_turn(
@@ -135,19 +119,15 @@ def _show_turn(
     return state, answered, figures
 
 
-def _enable_line_editing() -> None:
-    try:
-        import readline  # noqa: F401  (its import gives `input` editing and a history)
-    except ImportError:
-        return
-
-
 def run_chat(options: argparse.Namespace) -> int:
     """Run `nanovllm chat`: load the model, make an engine, start the conversation. Returns the exit code."""
+    if options.server is not None:
+        return run_remote_chat(options)
     # Pages for two sequences: the conversation's chunk, and a reply that starts from a shorter prefix of it. A CPU runs prompts in
     # small pieces, because Ctrl-C waits for the end of a step.
     model = load(options)
-    params = sampling(options, model)
+    most = MOST if options.max_tokens is None else options.max_tokens
+    params = sampling(argparse.Namespace(**{**vars(options), "max_tokens": most}), model)
     budget = 512 if model.device.type == "cpu" else 8192
     state = init_state(model, **engine_limits(options), max_num_seqs=2, max_num_batched_tokens=budget)
     freeze_if_alone(options)

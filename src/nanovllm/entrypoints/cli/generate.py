@@ -9,6 +9,7 @@ from pathlib import Path
 from nanovllm.engine.donation import enter
 from nanovllm.engine.requests import new_sequence
 from nanovllm.entrypoints.arguments import add_model_options, add_sampling_options, engine_limits, freeze_if_alone, sampling
+from nanovllm.entrypoints.cli.batch.run_batch import run_batch
 from nanovllm.entrypoints.cli.load import load
 from nanovllm.entrypoints.display.terminal import View, dim, is_terminal, note
 from nanovllm.entrypoints.llm import LLM, Piece, whole
@@ -27,6 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="*", help="the text to continue; several arguments are joined by spaces (default: read stdin)")
     prompts = "read one prompt per line and skip empty lines; print one JSON object per reply, in the same order"
     parser.add_argument("--prompts", type=Path, metavar="FILE", help=prompts)
+    requests = (
+        "answer the requests of a file in the form of OpenAI's batches, one JSON object per line; needs --output and the extra server"
+    )
+    parser.add_argument("--input", type=Path, metavar="IN.jsonl", help=requests)
+    results = "the results of --input, one JSON object per line; an unfinished file is gone on from"
+    parser.add_argument("--output", type=Path, metavar="OUT.jsonl", help=results)
     parser.add_argument("--stream", action="store_true", help="print the reply while it is generated")
     parser.add_argument("--chat", action="store_true", help="send the prompt as a message to a chat model")
     parser.add_argument("--system", metavar="TEXT", help="the system message; needs --chat")
@@ -37,6 +44,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_generate(options: argparse.Namespace) -> int:
     """Run `nanovllm generate`. Returns the exit code. Raises `InvalidRequestError` for options that contradict each other."""
+    if (options.input is None) != (options.output is None):
+        raise InvalidRequestError("--input and --output belong together: give both")
+    if options.input is not None:
+        if options.prompts is not None or options.prompt or options.stream or options.chat or options.system or options.no_think:
+            raise InvalidRequestError("--input cannot be combined with a prompt, --prompts, --stream or --chat: its lines say what to do")
+        if given := [name for name in SamplingParams.__dataclass_fields__ if name != "max_tokens" and vars(options).get(name) is not None]:
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise InvalidRequestError(f"{flags}: with --input, each line has its own: leave it out")
+        return run_batch(options)
     if options.prompts is not None and (options.prompt or options.stream):
         raise InvalidRequestError("--prompts cannot be combined with a prompt or --stream: its prompts come from the file")
     if not options.chat and (options.system or options.no_think):

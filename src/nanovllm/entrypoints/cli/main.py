@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 
 from nanovllm.entrypoints.arguments import CommandParser, Parser, add_model_options, engine_limits
-from nanovllm.entrypoints.cli import chat, generate, quantize, serve
+from nanovllm.entrypoints.cli import chat, chat_loop, generate, quantize, serve
 from nanovllm.entrypoints.cli import memory as memory_demo
 from nanovllm.entrypoints.cli.check import command as check_command
 from nanovllm.entrypoints.cli.fuzz import command as fuzz_command
@@ -123,7 +123,7 @@ def build_parser(*, with_bench: bool = True) -> argparse.ArgumentParser:
         "chat",
         help="chat with a model",
         description=chat.DESCRIPTION,
-        epilog=chat.HELP,
+        epilog=chat_loop.HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     chat.add_arguments(talk)

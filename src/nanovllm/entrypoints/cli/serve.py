@@ -66,6 +66,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--no-restart", action="store_true", help="do not start an engine again that has failed")
 
 
+def require_server() -> None:
+    """Require the packages of the extra `server`.
+
+    Raises:
+        InvalidRequestError: Some are not installed.
+    """
+    lacking = [name for name in NEEDED if find_spec(name) is None]
+    if lacking:
+        raise InvalidRequestError(f"serve needs {', '.join(lacking)}: pip install 'nanovllm[server]'")
+
+
 def run(options: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C.
 
@@ -73,9 +84,7 @@ def run(options: argparse.Namespace) -> int:
         InvalidRequestError: An option is invalid, or the extra `server` is not installed.
         CheckpointError: The model cannot be found.
     """
-    lacking = [name for name in NEEDED if find_spec(name) is None]
-    if lacking:
-        raise InvalidRequestError(f"serve needs {', '.join(lacking)}: pip install 'nanovllm[server]'")
+    require_server()
     from nanovllm.entrypoints.server.supervisor import Supervisor
 
     if options.name is not None and options.model != "tiny":

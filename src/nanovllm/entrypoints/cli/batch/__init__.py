@@ -1,0 +1,1 @@
+"""`nanovllm generate --input FILE --output FILE`: the requests of a file in the form of OpenAI's batches, with resume."""

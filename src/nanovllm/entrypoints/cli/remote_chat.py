@@ -1,0 +1,192 @@
+"""`nanovllm chat --server URL`: a conversation with a running server, ours or another one with OpenAI's interface.
+
+The server keeps the KV of what was said in its prefix index, so a message runs only its new tokens there too.
+"""
+
+import argparse
+import http.client
+import json
+import os
+import ssl
+import sys
+from collections.abc import Generator
+from contextlib import closing
+from typing import Any
+from urllib.parse import urlsplit
+
+from nanovllm.entrypoints.cli.chat_loop import talk
+from nanovllm.entrypoints.cli.serve import KEYS
+from nanovllm.entrypoints.display.terminal import CLOSE, OPEN, View, note
+from nanovllm.errors import InvalidRequestError, NanoVLLMError
+from nanovllm.sampling.params import SamplingParams
+
+SECONDS = 600.0  # without a byte from the server
+OWN = ("device", "dtype", "quantization", "num_pages", "num_frames", "kv_dtype", "max_model_len", "max_step_ms", "tuning", "revision")
+SAMPLING = tuple(SamplingParams.__dataclass_fields__)
+
+
+class ServerError(NanoVLLMError):
+    """A server could not be reached, refused a request, or broke off its answer."""
+
+
+class Client:
+    """The calls of a chat to a server. Each has a connection of its own, so that closing it ends the reply."""
+
+    def __init__(self, address: str, key: str | None) -> None:
+        """Note where the server is. Raises `InvalidRequestError` for an address that is none."""
+        try:
+            parts = urlsplit(address if "//" in address else f"http://{address}")
+            port = parts.port
+        except ValueError as error:
+            raise InvalidRequestError(f"--server {address}: {error}") from None
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InvalidRequestError(f"--server {address}: give an address such as http://127.0.0.1:8000")
+        self.address, self._host, self._port, self._tls = address, parts.hostname, port, parts.scheme == "https"
+        self._path = parts.path.rstrip("/").removesuffix("/v1")
+        self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+
+    def models(self) -> list[str]:
+        """The names of the server's models."""
+        with closing(self._connection()) as connection:
+            found = json.loads(self._call(connection, "GET", "/v1/models").read())
+        return [each["id"] for each in found["data"]]
+
+    def events(self, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
+        """The events of a streamed chat completion."""
+        with closing(self._connection()) as connection:
+            answer = self._call(connection, "POST", "/v1/chat/completions", json.dumps(body).encode())
+            try:
+                for line in answer:
+                    data = line.removeprefix(b"data:").strip()
+                    if data == b"[DONE]":
+                        return
+                    if line.startswith(b"data:"):
+                        yield json.loads(data)
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                raise ServerError(f"{self.address} broke off its answer: {error}") from None
+        raise ServerError(f"{self.address} broke off its answer")
+
+    def _connection(self) -> http.client.HTTPConnection:
+        if self._tls:
+            return http.client.HTTPSConnection(self._host, self._port, timeout=SECONDS, context=ssl.create_default_context())
+        return http.client.HTTPConnection(self._host, self._port, timeout=SECONDS)
+
+    def _call(self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None = None) -> http.client.HTTPResponse:
+        try:
+            connection.request(method, self._path + path, body, self._headers)
+            answer = connection.getresponse()
+            if answer.status == http.client.OK:
+                return answer
+            text = answer.read().decode(errors="replace")
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerError(f"{self.address} cannot be reached: {error}") from None
+        raise ServerError(f"{self.address} answers with status {answer.status}: {_message(text)}")
+
+
+def _message(text: str) -> str:
+    """The message of OpenAI's error object, or the first words of another answer."""
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return text.strip()[:200] or "no reason was given"
+
+
+class RemoteTalk:
+    """A conversation with a server.
+
+    Attributes:
+        messages: What was said, without the reasoning of the answers.
+    """
+
+    def __init__(self, client: Client, model: str, system: str | None, thinking: bool | None, options: dict[str, Any]) -> None:
+        """Begin a conversation. `options` are fields of every request; `thinking` None leaves that to the model."""
+        self._client, self._model, self._thinking, self._options = client, model, thinking, options
+        self._opening: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+        self.messages, self._usage, self._run, self._reused = list(self._opening), "", 0, 0
+
+    def about(self) -> str:
+        """The name of the model, and where it is."""
+        return f"{self._model} at {self._client.address}. /help shows the commands."
+
+    def say(self, text: str) -> None:
+        """Send the conversation with a message, and print the answer as it comes."""
+        asked = [*self.messages, {"role": "user", "content": text}]
+        body: dict[str, Any] = {
+            "model": self._model, "messages": asked, "stream": True, "stream_options": {"include_usage": True}, **self._options,
+        }  # fmt: skip
+        if self._thinking is not None:
+            body["chat_template_kwargs"] = {"enable_thinking": self._thinking}
+        answer, view, thinking, began = "", View.of(sys.stdout, chat_prompt=""), False, False
+        events = self._client.events(body)
+        try:
+            for event in events:
+                if "error" in event:
+                    raise ServerError(_message(json.dumps(event)))
+                self._note_usage(event.get("usage"))
+                for choice in event.get("choices", ())[:1]:
+                    reasoning = choice["delta"].get("reasoning_content") or choice["delta"].get("reasoning") or ""
+                    content = choice["delta"].get("content") or ""
+                    answer += content
+                    piece = OPEN + "\n" if reasoning and not thinking else ""
+                    piece += reasoning + ("\n" + CLOSE + "\n\n" if content and thinking else "") + content
+                    thinking = bool(reasoning) or (thinking and not content)
+                    view, shown = view.push(piece)
+                    began = began or bool(piece)
+                    print(shown, end="", flush=bool(shown))
+        except KeyboardInterrupt:
+            events.close()
+            print(view.end(), flush=True)
+            note("[stopped]")
+        except ServerError:
+            if began:
+                print(view.end(), flush=True)
+            raise
+        else:
+            print(view.end(), flush=True)
+        if answer:  # without one, the message is forgotten
+            self.messages = [*asked, {"role": "assistant", "content": answer}]
+
+    def _note_usage(self, usage: dict[str, Any] | None) -> None:
+        if not usage:
+            return
+        prompt, reused = usage["prompt_tokens"], (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        self._run, self._reused = self._run + prompt - reused, self._reused + reused
+        self._usage = f"{prompt - reused} prompt tokens run, {reused} reused, {usage['completion_tokens']} reply tokens"
+
+    def reset(self) -> None:
+        """Forget all but the system message."""
+        self.messages, self._usage = list(self._opening), ""
+
+    def think(self, on: bool) -> None:
+        """Ask the model to think, or not to."""
+        self._thinking = on
+
+    def stats(self) -> list[str]:
+        """What the server's answers say about tokens."""
+        last = f"last turn: {self._usage}" if self._usage else "no turn yet"
+        return [last, f"since the start: {self._run} prompt tokens run, {self._reused} reused"]
+
+    def memory(self) -> str:
+        """The pages are the server's."""
+        return f"/memory shows the pages of an engine in this process; those of a server are counted at {self._client.address}/metrics"
+
+
+def run_remote_chat(options: argparse.Namespace) -> int:
+    """Run `nanovllm chat --server URL`. Returns the exit code.
+
+    Raises:
+        InvalidRequestError: An option is for an engine in this process.
+        ServerError: The server cannot be reached, or it has no model.
+    """
+    given = vars(options)
+    if own := [name for name in OWN if given[name] is not None]:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in own)
+        raise InvalidRequestError(f"{flags}: with --server the model and its engine are the server's: leave it out")
+    client = Client(options.server, os.environ.get(KEYS))
+    known = client.models()
+    name = options.model if options.model in known else None
+    if name is None and (options.model != "tiny" or not known):
+        raise ServerError(f"{options.server} has no model {options.model!r}, but {', '.join(known) or 'none'}")
+    fields = {each: given[each] for each in SAMPLING if given.get(each) is not None}
+    thinking = False if options.no_think else None
+    return talk(RemoteTalk(client, name or known[0], options.system, thinking, fields))
