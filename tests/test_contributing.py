@@ -25,7 +25,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The repository with everything that the page says to create and to add."""
     home = tmp_path_factory.mktemp("copy") / "nanovllm"
     ignored = shutil.ignore_patterns("__pycache__", ".*", "build", "dist")
-    for name in ("src", "tests", "tools", "benchmarks", "docs", "examples", "deploy"):
+    for name in ("src", "tests", "tools", "benchmarks", "docs", "examples", "deploy", "integrations"):
         shutil.copytree(ROOT / name, home / name, ignore=ignored)
     for file in ROOT.iterdir():
         if file.is_file() and not file.name.startswith("."):

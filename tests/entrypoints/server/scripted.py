@@ -5,12 +5,15 @@ tokenizer reads anything into it. The reply is "one"; after the result of a tool
 """
 
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from tokenizers import AddedToken
 
 from nanovllm.entrypoints.server.settings import Settings
+from nanovllm.models.model import Model
 from nanovllm.sampling.process_logits import LogitsProcessor, TokensSoFar
 from nanovllm.testing.models import byte_tokenizer, random_model, tiny_config
 from nanovllm.tokenizer.tokenizer import Tokenizer, make_tokenizer
@@ -27,14 +30,22 @@ FORMATS = {
     "mistral": ("bracketed_calls", ("[TOOL_CALLS]", "[ARGS]", "[INST]", "[/INST]", "</s>"), "</s>", "[TOOL_RESULTS]"),
 }
 
+ReplyTo = Callable[[str], str | None]
+
 
 def say(*replies: str) -> str:
     """The message of a user to which these are the replies, each after the result of a tool but for the first."""
     return f"[say {','.join(reply.encode().hex() for reply in replies)}]"
 
 
-def scripted(name: str, settings: Settings | None = None) -> Live:
-    """A server for a scripted model with a format of tool calls."""
+def scripted(name: str, settings: Settings | None = None, reply_to: ReplyTo | None = None) -> Live:
+    """A server for a scripted model with a format of tool calls. See `scripted_model`."""
+    model, forced = scripted_model(name, reply_to)
+    return Live(model, settings or Settings(shutdown_seconds=1.0, model_name="scripted"), limits={"process_logits": forced}, num_pages=1024)
+
+
+def scripted_model(name: str, reply_to: ReplyTo | None = None) -> tuple[Model, LogitsProcessor]:
+    """A model with a format of tool calls, and what forces its replies: those of `say`, or those of a function of the prompt's text."""
     template, special, end, result = FORMATS[name]
     backend = byte_tokenizer().backend
     backend.add_special_tokens([AddedToken(token, special=True) for token in ("<s>", *special)])
@@ -43,11 +54,20 @@ def scripted(name: str, settings: Settings | None = None) -> Live:
     tokenizer = make_tokenizer(backend, {"bos_token": "<s>", "eos_token": end}, (TEMPLATES / f"{template}.jinja").read_text())
     end_id = backend.token_to_id(end)
     model = random_model(tiny_config(vocab_size=288, max_position_embeddings=4096, eos_token_ids=(end_id,)), tokenizer=tokenizer)
-    limits = {"process_logits": forcing(tokenizer, end_id, result)}
-    return Live(model, settings or Settings(shutdown_seconds=1.0, model_name="scripted"), limits=limits, num_pages=1024)
+    return model, forcing(tokenizer, end_id, reply_to or partial(said, result=result))
 
 
-def forcing(tokenizer: Tokenizer, end: int, result: str) -> LogitsProcessor:
+def said(prompt: str, result: str) -> str | None:
+    """The reply that a prompt's last `say` has for as many results of tools as came after it."""
+    found = [*SCRIPT.finditer(prompt)]
+    if not found:
+        return None
+    replies = found[-1][1].split(",")
+    turn = prompt.count(result, found[-1].end())
+    return bytes.fromhex(replies[min(turn, len(replies) - 1)]).decode()
+
+
+def forcing(tokenizer: Tokenizer, end: int, reply_to: ReplyTo) -> LogitsProcessor:
     """What allows only the next token of each row's script, and `end` after it. A prompt without a script is left alone.
 
     For each row it carries the number of its script, or -1, and the length of its prompt.
@@ -55,13 +75,9 @@ def forcing(tokenizer: Tokenizer, end: int, result: str) -> LogitsProcessor:
     scripts: list[tuple[int, ...]] = []
 
     def read(prompt: list[int]) -> int:
-        text = tokenizer.decode(prompt, skip_special_tokens=False)
-        found = [*SCRIPT.finditer(text)]
-        if not found:
+        reply = reply_to(tokenizer.decode(prompt, skip_special_tokens=False))
+        if reply is None:
             return -1
-        replies = found[-1][1].split(",")
-        turn = text.count(result, found[-1].end())
-        reply = bytes.fromhex(replies[min(turn, len(replies) - 1)]).decode()
         scripts.append((*tokenizer.encode(reply, add_special_tokens=False), end))
         return len(scripts) - 1
 

@@ -12,10 +12,12 @@ from nanovllm.entrypoints.server.fields import InvalidParamError, mapping
 from nanovllm.entrypoints.server.messages import ChatPrompt
 from nanovllm.entrypoints.server.reply import ReplyParser
 from nanovllm.entrypoints.server.request_fields import CONSTRAINTS
+from nanovllm.entrypoints.server.serving_tokenizer import ReplyFormats
 from nanovllm.entrypoints.server.tools.grammar import call_grammar, thoughtful
 from nanovllm.errors import InvalidRequestError
 from nanovllm.sampling.compiled_grammar import compile_for
 from nanovllm.sampling.grammar import Grammar
+from nanovllm.tokenizer.tokenizer import Tokenizer
 
 FORMATS = ("text", "json_object", "json_schema")
 FORMS = ("json", "regex", "choice", "grammar", "json_object")  # of vLLM's `structured_outputs`
@@ -99,11 +101,14 @@ def _grammar(kind: str, value: Any, param: str) -> Grammar:
     raise InvalidParamError(param, f"is {reprlib.repr(value)}, which is no {kind}")
 
 
-def chat_form(server: Server, form: Form | None, prompt: ChatPrompt, parser: ReplyParser) -> Form | None:
+def chat_form(
+    formats: ReplyFormats, tokenizer: Tokenizer | None, form: Form | None, prompt: ChatPrompt, parser: ReplyParser
+) -> Form | None:
     """The form of a chat's replies, with a think block before it where the model may write one.
 
     Args:
-        server: Its formats and its tokenizer are read.
+        formats: How replies are read.
+        tokenizer: The model's, for marks that are tokens.
         form: What `form_of` found.
         prompt: The conversation.
         parser: What divides the replies; it knows whether the prompt has opened a think block.
@@ -111,7 +116,7 @@ def chat_form(server: Server, form: Form | None, prompt: ChatPrompt, parser: Rep
     Raises:
         ApiError: The request asks for a tool call and for another form, or the model has no known format of tool calls.
     """
-    formats, tokenizer, choice = server.formats, server.tokenizer, prompt.tool_choice
+    choice = prompt.tool_choice
     opened = parser.splitter is not None and parser.splitter.state == "opened"
     reasoning = formats.reasoning if opened or prompt.enable_thinking else None
     if choice.mode == "required":

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from nanovllm.entrypoints.server.api.chat_parts import call_id, num_tokens, prompt_ids, reply_parser
+from nanovllm.entrypoints.server.api.chat_parts import call_id, message_of, num_tokens, prompt_ids, reply_parser
 from nanovllm.entrypoints.server.api.chunk_reuse import Reuse, reuse_of
 from nanovllm.entrypoints.server.api.completions import (
     asks_usage,
@@ -74,8 +74,8 @@ async def chat_completions(server: Server, exchange: Exchange) -> None:
     reuse = await reuse_of(server, exchange, asked, n)
     length = reuse.num_tokens + len(ids) // INT32.itemsize
     most = room(server, length, wanted, "messages", limit)
-    parser = reply_parser(server, prompt, ids)
-    more, logprobs = await forced(server, chat_form(server, form, prompt, parser)), None
+    parser = reply_parser(server.formats, server.tokenizer, prompt, ids)
+    more, logprobs = await forced(server, chat_form(server.formats, server.tokenizer, form, prompt, parser)), None
     if asked.logprobs:
         require_listable(n * most, top, limit)
         more["logprobs"], ends_with = top, stop_ids(server, asked)
@@ -168,17 +168,10 @@ class ChatFrames:
         """One whole choice."""
         parser, events = self._parsers[index].push(ended.text)
         reply = whole_reply([*events, *parser.end()])
-        calls = [
-            {"id": call_id(self._server.formats), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in reply.calls
-        ]
-        message: dict[str, Any] = {"role": "assistant", "content": None if calls and not reply.content else reply.content, "refusal": None}
+        message = message_of(reply, self._server.formats, shows_reasoning=self._shows_reasoning)
         if reply.reasoning:
             self.thoughts[index].append(reply.reasoning)
-            if self._shows_reasoning:
-                message |= {"reasoning_content": reply.reasoning, "reasoning": reply.reasoning}
-        if calls:
-            message["tool_calls"] = calls
+        if reply.calls:
             self._called[index] = True
         choice = {"index": index, "message": message, "logprobs": None, "finish_reason": self._reason(index, ended)}
         return {**choice, "token_ids": np.frombuffer(ended.token_ids, INT32).tolist()} if self._tells_ids else choice

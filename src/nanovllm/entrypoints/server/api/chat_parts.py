@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 import string
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,9 @@ from nanovllm.entrypoints.server.messages import ChatPrompt
 from nanovllm.entrypoints.server.reasoning import ReasoningSplitter, left_open
 from nanovllm.entrypoints.server.reply import ReplyParser
 from nanovllm.entrypoints.server.serving_tokenizer import ReplyFormats
+from nanovllm.entrypoints.server.tools.events import Reply
 from nanovllm.errors import InvalidRequestError
+from nanovllm.tokenizer.tokenizer import Tokenizer
 
 LETTERS = string.ascii_letters + string.digits
 ID_LENGTH = 24
@@ -40,15 +43,26 @@ async def prompt_ids(server: Server, prompt: ChatPrompt, param: str = "messages"
     return last_tokens(np.asarray(ids, INT32).tobytes(), kept)
 
 
-def reply_parser(server: Server, prompt: ChatPrompt, ids: bytes) -> ReplyParser:
+def reply_parser(formats: ReplyFormats, tokenizer: Tokenizer | None, prompt: ChatPrompt, ids: bytes) -> ReplyParser:
     """What divides the replies to a prompt into reasoning, content and tool calls."""
-    formats, splitter, tools = server.formats, None, None
-    if formats.reasoning is not None and server.tokenizer is not None:
-        end = server.tokenizer.decode(np.frombuffer(ids, INT32)[-PROMPT_END:], skip_special_tokens=False)
+    splitter, tools = None, None
+    if formats.reasoning is not None and tokenizer is not None:
+        end = tokenizer.decode(np.frombuffer(ids, INT32)[-PROMPT_END:], skip_special_tokens=False)
         splitter = ReasoningSplitter.of(formats.reasoning, opened=left_open(formats.reasoning, end, prompt.continued))
     if formats.tools is not None and prompt.callable_tools:
         tools = formats.tools.parser(prompt.callable_tools, most=prompt.most_calls)
     return ReplyParser(splitter=splitter, tools=tools)
+
+
+def message_of(reply: Reply, formats: ReplyFormats, *, shows_reasoning: bool = True) -> dict[str, Any]:
+    """A whole reply as the assistant's message, as OpenAI has it, with the think block beside the content."""
+    calls = [
+        {"id": call_id(formats), "type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in reply.calls
+    ]
+    message: dict[str, Any] = {"role": "assistant", "content": None if calls and not reply.content else reply.content, "refusal": None}
+    if reply.reasoning and shows_reasoning:
+        message |= {"reasoning_content": reply.reasoning, "reasoning": reply.reasoning}
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def num_tokens(server: Server, text: str) -> int:

@@ -91,8 +91,9 @@ async def responses(server: Server, exchange: Exchange) -> None:
     ids = await _prompt_ids(server, asked, prompt, reuse.num_tokens)
     length = reuse.num_tokens + len(ids) // INT32.itemsize
     most = room(server, length, asked.max_output_tokens, "input", "max_output_tokens")
-    parser = reply_parser(server, prompt, ids)
-    more, logprobs, top = await forced(server, chat_form(server, form, prompt, parser)), None, asked.top_logprobs or 0
+    parser = reply_parser(server.formats, server.tokenizer, prompt, ids)
+    form = chat_form(server.formats, server.tokenizer, form, prompt, parser)
+    more, logprobs, top = await forced(server, form), None, asked.top_logprobs or 0
     if LOGPROBS in (asked.include or ()):
         require_listable(most, top, "max_output_tokens")
         more["logprobs"], logprobs = top, RowLogprobs(places_of(server, asked), stop_ids(server, asked))
