@@ -49,15 +49,16 @@ def test_a_steady_time_is_the_median_of_the_second_half(monkeypatch):
     """The first steps are quick, as on a GPU that has been idle, and one is late for another reason."""
     took, now = iter([0.01] * 5 + [0.04] * 3 + [0.9] + [0.04] * 99), [0.0]
 
-    class Slow:
-        def prefill(self, model, kv, rows, frames):
-            now[0] += next(took)
-            return True, kv
+    def slow(model, kv, rows, frames):
+        now[0] += next(took)
+        return True, kv
 
     monkeypatch.setattr(prefill_rate.time, "perf_counter", lambda: now[0])
     state = engine(num_pages=64)
+    executor = state.runtime.executor
+    monkeypatch.setattr(executor, "prefill", slow)
     for seconds, least in ((0.0, 10), (1.0, 40)):
-        found, _ = prefill_rate._milliseconds(MODEL, Slow(), state.kv, state.pool, 0, 16, seconds)
+        found, _ = prefill_rate._milliseconds(MODEL, executor, state.kv, state.pool, 0, 16, seconds)
         assert found == pytest.approx(least)
 
 

@@ -1,7 +1,7 @@
 """The loop of `nanovllm chat`: it reads messages and commands from stdin, whoever answers them."""
 
 import sys
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from nanovllm.entrypoints.display.terminal import note
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
@@ -18,6 +18,7 @@ Type a message and press Enter. Ctrl-C stops a reply, Ctrl-D leaves.
   /exit       leave"""
 
 
+@runtime_checkable
 class Talk(Protocol):
     """A conversation, and the engine or the server that answers."""
 
