@@ -12,7 +12,7 @@ from nanovllm.executor.cuda_graphs import StepGraphs
 from nanovllm.executor.decode_carry import DecodeCarry
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.sampling.penalty_tables import PenaltyTables
-from nanovllm.sampling.row_options import row_options
+from nanovllm.sampling.row_options import packed_options, row_options
 from nanovllm.state.kv_cache import init_kv
 from nanovllm.testing.models import random_model, tiny_config
 
@@ -59,7 +59,7 @@ def test_buffers_hold_the_newest_batch_and_nothing_of_older_ones(graphs: StepGra
     for seed, (rows, width) in enumerate([(2, 3), (7, 12), (2, 1), (8, 5), (1, 12), (0, 1), (3, 2)]):
         size = graphs.size(rows)
         host, carry = padded(batch(rows, width, seed), size, **LAYOUT), carries[size]
-        drawing = [(SamplingParams(temperature=seed + row / 8), seed, row) for row in range(rows)] if seed % 2 else None
+        drawing = [(packed_options(SamplingParams(temperature=seed + row / 8)), seed, row) for row in range(rows)] if seed % 2 else None
         graphs._fill(carry, host, rows, drawing)
         for name in MOVED:
             assert getattr(carry.batch, name).tolist() == getattr(host, name).tolist(), name
