@@ -99,6 +99,7 @@ def sampling(options: argparse.Namespace, model: Model) -> SamplingParams:
     """The model's sampling options, replaced by those on the command line."""
     names = set(SamplingParams.__dataclass_fields__)
     given = {name: value for name, value in vars(options).items() if name in names and value is not None}
+    given.setdefault("max_tokens", options.most_tokens)
     return replace(from_generation_config(model.generation_config), **given)
 
 
@@ -133,11 +134,10 @@ def add_model_options(parser: argparse.ArgumentParser, num_pages: str = POOL) ->
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
-    """Add the sampling options to a parser."""
+    """Add the sampling options to a parser. `max_tokens` is what `sampling` takes without the option, which is None then."""
+    parser.set_defaults(most_tokens=max_tokens)
     group = parser.add_argument_group("sampling", "Defaults come from the model's generation_config.json.")
-    group.add_argument(
-        "--max-tokens", type=int, default=max_tokens, metavar="N", help=f"maximum length of a reply in tokens (default: {max_tokens})"
-    )
+    group.add_argument("--max-tokens", type=int, metavar="N", help=f"maximum length of a reply in tokens (default: {max_tokens})")
     group.add_argument("--temperature", type=float, metavar="X", help="0 always takes the most probable token; higher is more varied")
     group.add_argument("--top-k", type=int, metavar="N", help="sample from the N most probable tokens; 0: all")
     group.add_argument(

@@ -23,7 +23,6 @@ from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.engine_state import EngineState
 from nanovllm.tokenizer.messages import render
 
-MOST = 2048  # tokens of a reply, by default
 DESCRIPTION = "Chat with a model. The KV of the conversation stays, so each message runs only its new tokens."
 
 
@@ -41,8 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "positions (fast, approximate). gap: leave it in place (fast, approximate). all: keep the thinking too (default: %(default)s)",
     )
     add_model_options(parser)
-    add_sampling_options(parser, max_tokens=MOST)
-    parser.set_defaults(max_tokens=None)  # with --server the limit is the server's
+    add_sampling_options(parser, max_tokens=2048)
 
 
 def run(
@@ -126,8 +124,7 @@ def run_chat(options: argparse.Namespace) -> int:
     # Pages for two sequences: the conversation's chunk, and a reply that starts from a shorter prefix of it. A CPU runs prompts in
     # small pieces, because Ctrl-C waits for the end of a step.
     model = load(options)
-    most = MOST if options.max_tokens is None else options.max_tokens
-    params = sampling(argparse.Namespace(**{**vars(options), "max_tokens": most}), model)
+    params = sampling(options, model)
     budget = 512 if model.device.type == "cpu" else 8192
     state = init_state(model, **engine_limits(options), max_num_seqs=2, max_num_batched_tokens=budget)
     freeze_if_alone(options)

@@ -18,7 +18,6 @@ from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.request import RequestOutput
 from nanovllm.tokenizer.tokenizer import check_text
 
-MOST = 256  # tokens of a reply, by default
 DESCRIPTION = """\
 Print the reply to one prompt, or to each prompt of a file. The model continues the text; with --chat it answers the text as a message.
 """
@@ -40,8 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="the system message; needs --chat")
     parser.add_argument("--no-think", action="store_true", help="answer without thinking first; needs --chat")
     add_model_options(parser)
-    add_sampling_options(parser, max_tokens=MOST)
-    parser.set_defaults(max_tokens=None)  # so that one can tell whether it was given
+    add_sampling_options(parser, max_tokens=256)
 
 
 def run_generate(options: argparse.Namespace) -> int:
@@ -55,8 +53,6 @@ def run_generate(options: argparse.Namespace) -> int:
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
             raise InvalidRequestError(f"{flags}: with --input, each line has its own: leave it out")
         return run_batch(options)
-    if options.max_tokens is None:
-        options = argparse.Namespace(**{**vars(options), "max_tokens": MOST})
     if options.prompts is not None and (options.prompt or options.stream):
         raise InvalidRequestError("--prompts cannot be combined with a prompt or --stream: its prompts come from the file")
     if not options.chat and (options.system or options.no_think):
