@@ -1,4 +1,4 @@
-"""`ChatNanoVLLM`: a chat model behind `nanovllm serve`."""
+"""`ChatNanoVLLM`: a chat model of `nanovllm serve`."""
 
 from collections.abc import Awaitable, Callable
 
@@ -11,7 +11,7 @@ BASE_URL = "http://127.0.0.1:8000/v1"
 
 
 class ChatNanoVLLM(NanoVLLMOptions):
-    """A chat model behind `nanovllm serve`.
+    """A chat model of `nanovllm serve`.
 
     The address is `base_url`, the variable `NANOVLLM_BASE_URL` or this machine's port 8000. The key is `api_key` or the variable
     `NANOVLLM_API_KEY`; a server without keys takes any. Everything else is as in `ChatOpenAI`, and beyond it:

@@ -133,6 +133,14 @@ def add_model_options(parser: argparse.ArgumentParser, num_pages: str = POOL) ->
     )
 
 
+def chosen_model_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The options of `add_model_options` that differ from their defaults."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_model_options(parser)
+    given = vars(options)
+    return {name: given[name] for name, default in vars(parser.parse_args([])).items() if given[name] != default}
+
+
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
     """Add the sampling options to a parser. `max_tokens` is what `sampling` takes without the option, which is None then."""
     parser.set_defaults(most_tokens=max_tokens)

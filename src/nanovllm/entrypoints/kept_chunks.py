@@ -1,4 +1,4 @@
-"""`KeptChunks`: chunks that requests to an engine in this process name, put before their prompts, and leave behind."""
+"""`KeptChunks`: chunks that requests to an engine in this process name, put before their prompts, and keep."""
 
 import asyncio
 from collections.abc import AsyncGenerator

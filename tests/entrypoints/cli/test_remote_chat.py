@@ -117,7 +117,7 @@ def test_a_key_is_sent(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--model", "other"], "has no model 'other', but tiny"),
         (["--device", "cpu", "--num-pages", "9"], "--device, --num-pages: with --server the model and its engine are the server's"),
-        (["--eager", "--memory-fraction", "0.1", "--retain", "gap"], "--eager, --memory-fraction, --retain: with --server"),
+        (["--eager", "--memory-fraction", "0.1", "--retain", "gap"], "--memory-fraction, --eager, --retain: with --server"),
     ],
 )
 def test_options_that_a_server_cannot_follow(run: Run, arguments: list[str], match: str) -> None:

@@ -10,7 +10,7 @@ from nanovllm.chunks.thinking import Retain, check_retain
 from nanovllm.engine.init_state import init_state
 from nanovllm.engine.requests import capacity
 from nanovllm.entrypoints.arguments import add_model_options, add_sampling_options, engine_limits, freeze_if_alone, sampling
-from nanovllm.entrypoints.cli.chat_loop import talk
+from nanovllm.entrypoints.cli.chat_loop import RETAIN, talk
 from nanovllm.entrypoints.cli.load import load
 from nanovllm.entrypoints.cli.remote_chat import run_remote_chat
 from nanovllm.entrypoints.cli.serve import KEYS
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--retain",
         choices=("all", *MODES),
-        default="recompute",
+        default=RETAIN,
         help="how to keep an answer's KV without its thinking. recompute: run the answer again (exact). shift: move its keys to the new "
         "positions (fast, approximate). gap: leave it in place (fast, approximate). all: keep the thinking too (default: %(default)s)",
     )

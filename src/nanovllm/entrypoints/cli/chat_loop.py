@@ -7,6 +7,7 @@ from nanovllm.entrypoints.display.terminal import note
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.tokenizer.tokenizer import check_text
 
+RETAIN = "recompute"  # the default of `nanovllm chat --retain`
 HELP = """\
 Type a message and press Enter. Ctrl-C stops a reply, Ctrl-D leaves.
   /reset      forget the conversation and start a new one

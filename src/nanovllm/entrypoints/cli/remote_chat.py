@@ -9,27 +9,19 @@ import json
 import os
 import ssl
 import sys
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
-from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
-from nanovllm.entrypoints.cli.chat_loop import talk
+from nanovllm.entrypoints.arguments import chosen_model_options
+from nanovllm.entrypoints.cli.chat_loop import RETAIN, talk
 from nanovllm.entrypoints.cli.serve import KEYS
 from nanovllm.entrypoints.display.terminal import CLOSE, OPEN, View, clean, note
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.sampling.params import SamplingParams
 
 SECONDS = 600.0  # without a byte from the server
-# Options of an engine in this process, and their defaults.
-UNSET = (
-    "device", "dtype", "quantization", "num_pages", "num_frames", "kv_dtype", "max_model_len", "max_step_ms", "tuning", "revision",
-)  # fmt: skip
-OFF = ("download", "trust_remote_code", "quantize_head", "eager")
-ENGINES: Mapping[str, Any] = MappingProxyType(
-    {**dict.fromkeys(UNSET), **dict.fromkeys(OFF, False), "memory_fraction": 0.9, "retain": "recompute"}
-)
 SAMPLING = tuple(SamplingParams.__dataclass_fields__)
 FORMS = (ValueError, KeyError, TypeError, AttributeError, IndexError)  # from reading JSON of another form
 
@@ -87,7 +79,11 @@ class Client:
         except (OSError, http.client.HTTPException) as error:
             raise ServerError(f"{self.address} broke off its answer: {error}") from None
         except FORMS as error:
-            raise ServerError(f"{self.address} gave an answer of another form: {clean(str(error))[:200]}") from None
+            raise self.strange(error) from None
+
+    def strange(self, error: Exception) -> ServerError:
+        """The error for an answer of another form, whose reading raised `error`."""
+        return ServerError(f"{self.address} gave an answer of another form: {clean(str(error))[:200]}")
 
     def _connection(self) -> http.client.HTTPConnection:
         if self._tls:
@@ -165,7 +161,7 @@ class RemoteTalk:
                 print(view.end(), flush=True)
             if isinstance(error, ServerError):
                 raise
-            raise ServerError(f"{self._client.address} gave an answer of another form: {clean(str(error))[:200]}") from None
+            raise self._client.strange(error) from None
         else:
             print(view.end(), flush=True)
         if answer:  # without one, the message is forgotten
@@ -204,7 +200,8 @@ def run_remote_chat(options: argparse.Namespace) -> int:
         ServerError: The server cannot be reached, or it has no model.
     """
     given = vars(options)
-    if own := [name for name, default in ENGINES.items() if given[name] != default]:
+    own = [name for name in chosen_model_options(options) if name != "model"] + ["retain"] * (options.retain != RETAIN)
+    if own:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in own)
         raise InvalidRequestError(f"{flags}: with --server the model and its engine are the server's: leave it out")
     client = Client(options.server, os.environ.get(KEYS))

@@ -1,7 +1,7 @@
 """The functions of an engine on named chunks, which front ends call between two steps, and how an ended request becomes a chunk.
 
 They move KV on the device or only count owners. What runs many tokens is a request like others, so that its prompt shares steps with them.
-Files are written and read in a thread beside the steps.
+Files are written and read in a thread, while steps run.
 """
 
 import time
@@ -119,7 +119,7 @@ def drop_spans(
 
 
 def save(held: Held, *, space: str, name: str) -> tuple[Held, Later]:
-    """Write a chunk to its file, beside the steps. Its pages stay until the file is complete, and count until then."""
+    """Write a chunk to its file, while steps run. Its pages stay until the file is complete, and count until then."""
     found, path, most = held.named.get(space, name), saved_chunks.path_of(held.named.limits, space, name), held.named.limits.most
     state, pinned = fork(held.state, found.chunk)
     head, device = chunk_file.head_of(state, pinned), held.model.device
@@ -143,7 +143,7 @@ def save(held: Held, *, space: str, name: str) -> tuple[Held, Later]:
 
 
 def load_saved(held: Held, *, space: str, name: str, replaced: bool, namespace: int) -> tuple[Held, Later]:
-    """Load the file of a name. It is read and checked beside the steps, and then put into pages."""
+    """Load the file of a name. It is read and checked while steps run, and then put into pages."""
     path = saved_chunks.path_of(held.named.limits, space, name)
     held.named.require_room(held.state, space, name, replaced=replaced)
 

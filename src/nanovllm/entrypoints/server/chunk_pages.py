@@ -1,4 +1,4 @@
-"""Pages that chunks hold and requests lack: prompts that do not fit beside chunks, and what clients are told."""
+"""Pages that chunks hold and requests lack: prompts for which chunks leave too few pages, and what clients are told."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -72,7 +72,7 @@ def _key(parts: Seq[Any]) -> tuple[Any, ...]:
 
 
 def _beside(state: EngineState, held: np.ndarray, parts: Seq[Any], *, whole: bool, namespace: int) -> int:
-    """How many pages a prompt takes beside those of chunks that the prefix index finds for it."""
+    """How many pages a prompt takes in addition to those of chunks that the prefix index finds for it."""
     tokens = np.concatenate([part.token_ids if isinstance(part, Chunk) else part for part in parts])
     found, _ = pools.reusable(state.pool, tokens, whole=whole, namespace=namespace)
     return pages_for(len(tokens), state.config.page_size) - int(held[found].sum())

@@ -53,7 +53,7 @@ static __attribute__((noinline)) vec few_codes(const char *block, int64_t i, int
     return numbers_of(codes);
 }
 
-// `count` of 16 numbers of a block from number i on, zeros behind them; in FP8 without their scales.
+// `count` of 16 numbers of a block from number i on, then zeros; in FP8 without their scales.
 INLINE vec load_numbers(const char *block, int64_t i, int64_t count, int type) {
     if (type != KV_FP8) return load_some(block, i, count, type == KV_BFLOAT16);
     if (count != LANES) return few_codes(block, i, count);

@@ -15,11 +15,13 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from math import inf
 from typing import Any
 from urllib.parse import urlsplit
 
 from tqdm import tqdm
 
+from nanovllm.entrypoints.arguments import chosen_model_options
 from nanovllm.entrypoints.cli.batch.batch_file import BUSY, SERVER_FAULT, BatchRequest, ResultFile, read_requests
 from nanovllm.entrypoints.cli.serve import KEYS, require_server
 from nanovllm.entrypoints.display.terminal import note
@@ -32,11 +34,6 @@ AT_ONCE = 320  # requests that the server has: as many as it runs, and some that
 ROWS = 2048  # replies of a request, at most: texts of a list, times `n`
 TRIES = 4  # of a request that fails by no fault of its own; a busy server is asked again for as long as it is busy
 MOST_WAIT = 30.0  # seconds between two tries
-VALUES = (
-    "model", "revision", "device", "dtype", "quantization", "num_pages", "num_frames", "kv_dtype", "max_model_len", "memory_fraction",
-    "max_step_ms", "tuning",
-)  # fmt: skip
-FLAGS = ("download", "trust_remote_code", "quantize_head", "eager")
 
 
 class BatchServerError(NanoVLLMError):
@@ -146,10 +143,8 @@ def _seconds(text: str | None) -> float | None:
 
 def serve_arguments(options: argparse.Namespace) -> list[str]:
     """The options of the model and the engine, as words of a command line of `nanovllm serve`."""
-    given = vars(options)
-    words = [f"--{name.replace('_', '-')}={_word(given[name])}" for name in VALUES if given[name] is not None]
-    words += ["--max-step-ms=inf"] if given["max_step_ms"] is None else []  # nobody waits for single tokens
-    return words + [f"--{name.replace('_', '-')}" for name in FLAGS if given[name]]
+    chosen = {"max_step_ms": inf, **chosen_model_options(options)}  # no bound on a step: nobody waits for single tokens
+    return [f"--{name.replace('_', '-')}" + ("" if value is True else f"={_word(value)}") for name, value in chosen.items()]
 
 
 def _word(value: Any) -> str:

@@ -55,7 +55,7 @@ def reply_parser(formats: ReplyFormats, tokenizer: Tokenizer | None, prompt: Cha
 
 
 def message_of(reply: Reply, formats: ReplyFormats, *, shows_reasoning: bool = True) -> dict[str, Any]:
-    """A whole reply as the assistant's message, as OpenAI has it, with the think block beside the content."""
+    """A whole reply as the assistant's message, as OpenAI has it, with the think block in a field of its own."""
     calls = [
         {"id": call_id(formats), "type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in reply.calls
     ]
