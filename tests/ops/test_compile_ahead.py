@@ -28,10 +28,22 @@ class Kernel:
         if hook is None or not hook(key=key, repr="", fn=about, compile={"specialization_data": key}, is_manual_warmup=False):
             self.launched += 1
 
-    def preload(self, data: str) -> None:
+    def preload(self, data: str) -> "Compiled":
         if self.fails:
             raise RuntimeError("does not compile")
-        self.loaded.append(data)
+        return Compiled(self.loaded, data)
+
+
+class Compiled:
+    """Stands for a compiled kernel. Triton builds what launches it, and loads it, when `run` is read."""
+
+    def __init__(self, loaded: list[str], data: str) -> None:
+        self._loaded, self._data = loaded, data
+
+    @property
+    def run(self) -> Callable[..., None]:
+        self._loaded.append(self._data)
+        return lambda *args: None
 
 
 @pytest.fixture

@@ -54,7 +54,8 @@ def _rounded(flat: Tensor, kind: Kind, group: int, groups: int, kept: torch.dtyp
     parts = torch.nn.functional.pad(flat, (0, groups * group - flat.shape[1])).unflatten(1, (groups, group))
     largest = parts.abs().amax(2, keepdim=True)
     limit = {"fp8": LARGEST_FP8, "int8": 127.0, "int4": 7.0}[kind]
-    scales = torch.where(largest > 0, largest / limit, 1.0).to(kept)
+    divisor = largest.new_tensor(limit)  # on a GPU torch multiplies by the inverse of a number, which rounds differently
+    scales = torch.where(largest > 0, largest / divisor, 1.0).to(kept)
     scales = torch.where(scales == 0, torch.finfo(kept).tiny, scales)  # a division that underflows
     ratio = parts / scales.float()
     codes = ratio.clamp(-limit, limit) if kind == "fp8" else ratio.round().clamp(-limit - 1, limit)
