@@ -75,7 +75,7 @@ def without_cuda() -> Iterator[None]:
             patch.setattr(module, "recorded", recorded)
         patch.setattr(cuda_graphs, "EXTENSION", 4)
         patch.setattr(prompt_graphs, "SIZES", (8, 16))
-        patch.setattr(prompt_graphs, "WIDE_FROM", 16)
+        patch.setattr(prompt_graphs, "WIDE_SIZES", (16,))
         patch.setattr(prompt_graphs, "FEW_ROWS", 2)
         patch.setattr(graph_executor, "captures_prompts", lambda *_: True)
         patch.setattr(graph_executor, "Attention", PlainAttention)

@@ -74,6 +74,8 @@ def test_the_sizes_of_graphs_fit_the_model_and_the_engine() -> None:
     kinds = prompt_kinds(model, replace(LIMITS, max_num_batched_tokens=1024, max_num_seqs=256))
     assert kinds == sorted(kinds) and kinds[-1] == PromptKind(tokens=1024, rows=256) and PromptKind(tokens=192, rows=8) in kinds
     assert {kind.rows for kind in kinds} == {8, 256} and {kind.rows for kind in kinds if kind.tokens < 512} == {8}
+    cut = prompt_kinds(model, replace(LIMITS, max_num_batched_tokens=700, max_num_seqs=256))
+    assert cut[-1] == PromptKind(tokens=640, rows=256)  # the largest graph also serves many prompts
     assert {kind.rows for kind in prompt_kinds(model, replace(LIMITS, max_num_batched_tokens=300, max_num_seqs=3))} == {3}
     assert prompt_kinds(model, replace(LIMITS, max_num_batched_tokens=100)) == []
 

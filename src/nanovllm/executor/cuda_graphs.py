@@ -401,11 +401,12 @@ class StepGraphs:
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:
-    """The batch sizes that get a graph: 1, 2, 4 and 8, then in steps of 8 to 48, of 16 to 128, and of 32.
+    """The batch sizes that get a graph: 1, 2, 4, 8 and 16, then in steps of 16 to 64, of 32 to 128, and of 64.
 
-    A step reads all weights whatever its rows, so some rows of padding cost little, while each size makes the start of an engine longer.
+    A step reads all weights whatever its rows, and tensor cores multiply 16 rows and more at once. So rows of padding cost little, while
+    each size makes the start of an engine longer.
     """
-    sizes = [1, 2, 4, 8, *range(16, 49, 8), *range(64, 129, 16), *range(160, max_num_seqs + 32, 32)]
+    sizes = [1, 2, 4, 8, *range(16, 65, 16), 96, 128, *range(192, max_num_seqs + 64, 64)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 

@@ -24,7 +24,7 @@ from nanovllm.types import Float, Tensor
 MOST_FLOPS = 4e12  # of a captured step: about 6 ms on an H200, less than it takes to launch the kernels one by one
 SIZES = (192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072, 3584, 4096)  # tokens
 FEW_ROWS = 8  # prompts of the graphs that waste little on rows without a prompt
-WIDE_FROM = 512  # from so many tokens on, there are also graphs for as many prompts as the engine runs at once
+WIDE_SIZES = (512, 768, 1024, 1536, 2048, 3072, 4096)  # of the graphs for as many prompts as the engine runs at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,7 +46,8 @@ def prompt_kinds(model: Model, limits: EngineConfig) -> list[PromptKind]:
     most = min(limits.max_num_batched_tokens, int(MOST_FLOPS / (2 * weights)))
     few, wide = min(FEW_ROWS, limits.max_num_seqs), limits.max_num_seqs
     sizes = [size for size in SIZES if size <= most and limits.max_model_len > 1]
-    return sorted({PromptKind(tokens=size, rows=rows) for size in sizes for rows in ((few, wide) if size >= WIDE_FROM else (few,))})
+    many = {size for size in sizes if size in WIDE_SIZES or (size == sizes[-1] and size > WIDE_SIZES[0])}
+    return sorted({PromptKind(tokens=size, rows=rows) for size in sizes for rows in ((few, wide) if size in many else (few,))})
 
 
 def logits_bytes(kinds: Seq[PromptKind], model: Model) -> int:
