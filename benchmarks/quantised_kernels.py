@@ -5,7 +5,8 @@
 The parts:
 - `few`: 1 row, the kernel for few rows with several tiles, and the kernel for many rows beside it. Each with the fusions of a step.
 - `many`: 8, 64 and 256 rows on tensor cores, with several tiles.
-- `long`: 256 to 2048 rows, the kernel on tensor cores beside a dequantised matrix that torch multiplies, for `FUSED_ROWS`.
+- `long`: 256 to 2048 rows, the kernel on tensor cores beside a dequantised matrix that torch multiplies, for `FUSED_ROWS`, and beside
+  activations that are rounded to FP8, too.
 
 A call runs inside a CUDA graph over several copies of its weights, which together are larger than L2, so that every call reads from memory.
 The share is the time of the same product of this package in bfloat16, divided by the time. Kernels are compiled ahead, in threads.
@@ -30,6 +31,7 @@ from nanovllm.entrypoints.cli.bench.graph_timer import graph_us
 from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES
 from nanovllm.ops.backends import dependent_launch, processors, shared_memory
 from nanovllm.ops.compile_ahead import noted
+from nanovllm.ops.linear import scaled_product
 from nanovllm.ops.linear.linear import linear
 from nanovllm.ops.linear.linear_add_norm import linear_add_norm
 from nanovllm.ops.linear.norm_linear import norm_linear
@@ -169,6 +171,8 @@ def ways(part: str, each: Matrix, weight: QuantisedMatrix, rows: int, given: dic
     else:
         yield from many_ways(each, weight, rows, given, [])
         yield Way(name="dequantised", tile=(), call=lambda w: by_dequantising(given["x"], w, None))
+        if not scaled_product.against(weight):
+            yield Way(name="scaled", tile=(), call=lambda w: scaled_product.product(given["x"], w, None))
 
 
 def plain_us(each: Matrix, rows: int, given: dict[str, Any]) -> float:

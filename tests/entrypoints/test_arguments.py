@@ -45,10 +45,10 @@ def test_every_option_of_the_source_arrives() -> None:
 
 
 def test_the_options_for_rounding_arrive_at_the_model() -> None:
-    assert rounding(parsed()) == {"quantization": None, "quantize_head": False}
+    assert rounding(parsed()) == {"quantization": None, "quantize_head": False, "fp8_activations": False}
     assert load(parsed("--device cpu")).quantization == ""
     options = parsed("--device cpu --quantization int4 --quantize-head")
-    assert rounding(options) == {"quantization": "int4", "quantize_head": True}
+    assert rounding(options) == {"quantization": "int4", "quantize_head": True, "fp8_activations": False}
     model = load(options)
     assert isinstance(model.params.head, QuantisedMatrix) and model.params.head.kind == "int4"
     assert model.quantization == "int4 in groups of 128, rounded while loading, the head too"

@@ -90,7 +90,14 @@ def test_none_takes_the_models_own_options():
 
 def test_every_option_reaches_the_loader_or_the_engine(monkeypatch):
     loads, engines, real = [], [], shell.init_state
-    where = {"revision": "abc", "download": True, "trust_remote_code": True, "quantization": "int8", "quantize_head": True}
+    where = {
+        "revision": "abc",
+        "download": True,
+        "trust_remote_code": True,
+        "quantization": "int8",
+        "quantize_head": True,
+        "fp8_activations": True,
+    }
     limits = {
         "num_pages": 5, "num_frames": 6, "page_size": 7, "memory_fraction": 0.5, "max_model_len": 8, "max_num_seqs": 9,
         "max_num_batched_tokens": 10, "max_step_ms": 12.5, "max_prefill_tokens": 13, "seed": 11, "compile": False, "cascade": True,

@@ -9,10 +9,13 @@ import torch
 
 import nanovllm as nv
 from nanovllm.entrypoints.cli.bench.graph_timer import captured
+from nanovllm.loading.quantisation.activations import with_fp8_activations
+from nanovllm.loading.quantisation.rounding import Rounding, rounded_params
 from nanovllm.models.common.batch import Batch
 from nanovllm.models.fast import fused
 from nanovllm.ops.attention.fused_plan import FusedDecodePlan
 from nanovllm.ops.backends import dependent_launch
+from nanovllm.ops.linear import scaled_product
 from nanovllm.ops.linear.linear import linear
 from nanovllm.ops.linear.linear_add_norm import linear_add_norm
 from nanovllm.ops.linear.norm_linear import norm_linear
@@ -23,6 +26,7 @@ from nanovllm.state.kv_cache import KVState
 from nanovllm.testing.models import random_model, tiny_config
 from nanovllm.testing.problems import wide_norm_linear
 from nanovllm.testing.quantised_problems import dequantised, quantised_problem, rounded
+from tests.gpu.small import SMALL
 from tests.gpu.test_fused_gpu import error
 from tests.loading.quantisation.encoders import ENCODERS
 from tests.loading.quantisation.test_formats import SIZES, folders, leaves
@@ -74,7 +78,8 @@ def test_every_code_is_converted_exactly(kind: Kind, dtype: torch.dtype) -> None
 def test_a_checkpoint_is_laid_out_for_the_gpu(tmp_path: Path, name: str) -> None:
     """And stands for the same weights; so does one that is rounded while it is loaded."""
     folder, plain = folders(tmp_path, ENCODERS[name], tiny_config("Qwen3MoeForCausalLM", **SIZES))
-    for where, kind in ((folder, None), (plain, "fp8"), (plain, "int8")):
+    cases: list[tuple[Path, Kind | None]] = [(folder, None), (plain, "fp8"), (plain, "int8")]
+    for where, kind in cases:
         here, there = (nv.load_model(where, device, "bfloat16", tokenizer=False, quantization=kind) for device in ("cuda", "cpu"))
         for one, other in zip(leaves(here), leaves(there), strict=True):
             if isinstance(other, QuantisedMatrix):
@@ -110,6 +115,47 @@ def test_products(form: tuple[Kind, int, int, dict[str, Any]], rows: int) -> Non
     normed = want * torch.rsqrt(want.square().mean(-1, keepdim=True) + 1e-6) * norm.double()
     assert error(y, want) < 1.5 * error(theirs, want) + 2e-3 and error(h, normed) < 2e-2
     assert error(linear(x, matrix), wide_norm_linear(x, exact, None, None, None, 0.0, False)) < 1e-2
+
+
+@pytest.mark.parametrize(("outputs", "columns"), [(256, 512), (48, 200), (4096, 1024)])
+def test_activations_in_fp8(outputs: int, columns: int) -> None:
+    """The products of many rows are those of the reference, those of few rows do not change, and a row is alone."""
+    matrix = quantised_problem("fp8", outputs, columns, group=None, device="cuda")
+    rounding = replace(matrix, fp8_activations=True)
+    x, bias = torch.randn(FUSED_ROWS + 100, columns, device=CUDA).to(BF16), torch.randn(outputs, device=CUDA).to(BF16)
+    x[3], x[5] = 0, x[5] * 1e3
+    got, want = linear(x, rounding, bias), scaled_product.reference(x, rounding, bias)
+    for one, other in zip(got, want, strict=True):
+        assert error(one, other) < 1e-2
+    assert torch.equal(linear(x[:FUSED_ROWS], rounding), linear(x[:FUSED_ROWS], matrix))
+    assert torch.equal(linear(x.flip(0), rounding, bias).flip(0), got)
+    residual, norm = torch.randn(len(x), outputs, device=CUDA).to(BF16), torch.ones(outputs, device=CUDA, dtype=BF16)
+    y, _ = linear_add_norm(x, rounding, bias, residual, norm, 1e-6)
+    assert error(y, want + residual) < 1e-2
+
+
+def test_a_model_with_activations_in_fp8() -> None:
+    """Short prompts give the same bits as without the option; long ones give nearly the same probabilities, by graphs and by calls."""
+    config = tiny_config("Qwen3ForCausalLM", **SMALL, max_position_embeddings=4096)
+    plain = random_model(config, 0, "bfloat16", device="cuda", std=0.05)
+    plain = replace(plain, params=rounded_params(plain.params, Rounding(kind="fp8")))
+    model = with_fp8_activations(plain)
+    found = []
+    for each in (plain, model):
+        state = nv.init_state(each, num_pages=600, page_size=16, max_model_len=4096, max_num_batched_tokens=2048)
+        random = torch.Generator().manual_seed(1)
+        params = nv.SamplingParams(temperature=0.0, max_tokens=2, logprobs=1, ignore_eos=True)
+        prompts = [torch.randint(config.vocab_size, (n,), generator=random).tolist() for n in (100, 700, 2000)]
+        made = list[nv.Generation]()
+        for prompt in prompts:
+            state, reply = nv.generate(each, state, prompt, params)
+            made.append(reply)
+        nv.check(state)
+        found.append(made)
+    (short, *long), (own, *others) = found
+    assert short.token_ids == own.token_ids and short.logprobs == own.logprobs
+    for one, other in zip(long, others, strict=True):
+        assert one.logprobs != other.logprobs  # it does something
 
 
 @pytest.mark.parametrize("tile", [FewTile(outputs=8, warps=2), FewTile(outputs=16, warps=4, depth=64)])

@@ -70,11 +70,13 @@ def add_quantization(parser: Any) -> None:
     kinds = "round the matrices to 8 or 4 bits while they are loaded; a checkpoint that is quantised already needs no option"
     parser.add_argument("--quantization", choices=KINDS, help=kinds)
     parser.add_argument("--quantize-head", action="store_true", help="with --quantization: round the output matrix, too")
+    rounds = "with FP8 weights that have a scale per row: round the activations of long prompts to FP8, too, which is faster and less exact"
+    parser.add_argument("--fp8-activations", action="store_true", help=rounds)
 
 
 def rounding(options: argparse.Namespace) -> dict[str, Any]:
     """The values of `add_quantization` as arguments of `load_model`."""
-    return {"quantization": options.quantization, "quantize_head": options.quantize_head}
+    return {"quantization": options.quantization, "quantize_head": options.quantize_head, "fp8_activations": options.fp8_activations}
 
 
 def tuning(text: str) -> Path | bool:

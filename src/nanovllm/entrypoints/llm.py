@@ -108,6 +108,7 @@ class LLM:
         trust_remote_code: bool = False,
         quantization: Literal["fp8", "int8", "int4"] | None = None,
         quantize_head: bool = False,
+        fp8_activations: bool = False,
         kv_dtype: Literal["fp8"] | None = None,
     ) -> None:
         """Load a model and create its engine.
@@ -137,6 +138,7 @@ class LLM:
             trust_remote_code: Whether Python code in the checkpoint may be executed.
             quantization: `"fp8"`, `"int8"` or `"int4"`: matrices are rounded while they are loaded, as in `load_model`. None: they are not.
             quantize_head: Whether the output matrix is rounded, too.
+            fp8_activations: Whether long prompts with FP8 weights round activations to FP8, too, as in `load_model`: faster, less exact.
             kv_dtype: `"fp8"`: keys and values as codes of 8 bits, with a scale for each token and head. None: the model's dtype.
 
         Raises:
@@ -150,7 +152,7 @@ class LLM:
             512
         """
         where: dict[str, Any] = {"revision": revision, "download": download, "trust_remote_code": trust_remote_code}
-        where |= {"quantization": quantization, "quantize_head": quantize_head}
+        where |= {"quantization": quantization, "quantize_head": quantize_head, "fp8_activations": fp8_activations}
         if isinstance(model, Model) and any(value not in (None, False) for value in (device, dtype, *where.values())):
             raise InvalidRequestError(f"model is already loaded: pass device, dtype, {', '.join(where)} to load_model")
         if not isinstance(model, Model):

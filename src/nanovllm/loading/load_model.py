@@ -13,6 +13,7 @@ import torch
 from nanovllm.config import ModelConfig, for_length
 from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.loading.hub import read_json, require_whole, resolve_folder
+from nanovllm.loading.quantisation.activations import require_fp8_products, with_fp8_activations
 from nanovllm.loading.quantisation.config import read_quantisation
 from nanovllm.loading.quantisation.rounding import require_rounding
 from nanovllm.loading.tokenizer_files import load_tokenizer
@@ -42,6 +43,7 @@ def load_model(
     max_model_len: int | None = None,
     quantization: Literal["fp8", "int8", "int4"] | None = None,
     quantize_head: bool = False,
+    fp8_activations: bool = False,
 ) -> Model:
     """Load a model: the weights, the config and the tokenizer of a checkpoint.
 
@@ -66,6 +68,8 @@ def load_model(
             int8 with a scale per row, int4 with a scale for each 128 columns. None: weights stay as the checkpoint has them. A checkpoint
             that is quantised already needs no option.
         quantize_head: Whether the output matrix is rounded, too. If it is also the embedding table, the table stays as it is.
+        fp8_activations: Whether products of more than 512 prompt tokens with FP8 weights that have a scale per row round the activations
+            to FP8, too. That makes long prompts faster and less exact, and a token's KV may then depend on how many others ran with it.
 
     Returns:
         The model, with its weights on `device` in `dtype`.
@@ -101,6 +105,7 @@ def load_model(
     if encoder is not None:
         require_vocabulary(encoder, config, folder)
     chosen = resolve_dtype(dtype, config, target)
+    require_fp8_products(fp8_activations, target, chosen)
     config = fitted(config, target, chosen)
     stored = read_quantisation(read_json(folder / "config.json", required=True), folder)
     if stored is not None and rounding is not None:
@@ -114,7 +119,7 @@ def load_model(
         (params, fingerprint), quantised = spec.load(folder, config, **how), ""
     else:
         params, fingerprint, quantised = load_params(folder, config, **how, quantisation=stored, rounding=rounding)
-    return Model(
+    model = Model(
         name=name,
         config=with_ends(config, ends),
         params=params,
@@ -126,6 +131,7 @@ def load_model(
         dtype=chosen,
         quantization=quantised,
     )
+    return with_fp8_activations(model) if fp8_activations else model
 
 
 def require_vocabulary(encoder: Tokenizer, config: ModelConfig, folder: Path) -> None:

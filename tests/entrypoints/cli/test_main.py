@@ -177,7 +177,7 @@ def test_options_of_the_model_reach_the_loader(command, text, monkeypatch):
     flags = "--model m --device cpu --dtype bfloat16 --max-model-len 100 --revision abc --download --trust-remote-code --quantization int8"
     assert cli.main([command.__name__.split(".")[-1], *flags.split(), *text]) == 2
     wanted = {"max_model_len": 100, "revision": "abc", "download": True, "trust_remote_code": True}
-    wanted |= {"quantization": "int8", "quantize_head": False}
+    wanted |= {"quantization": "int8", "quantize_head": False, "fp8_activations": False}
     assert seen == [(("m", "cpu", "bfloat16"), wanted)]
 
 

@@ -1,7 +1,6 @@
 """The Triton kernels over KV in FP8, under the interpreter, against the plain functions.
 
-Triton 3.7's interpreter converts to e4m3 without a carry, and wrongly below the normal numbers. Here it converts as torch does.
-It multiplies bfloat16 as if its bits were integers. Here it does not.
+The interpreter converts and multiplies as torch does (`interpreted_fp8.py`).
 """
 
 from typing import Any
@@ -22,6 +21,7 @@ from nanovllm.ops.attention.rope_attend import rope_attend
 from nanovllm.ops.kv_cache.fp8 import FP8, numbers, read_tokens, split, stored_width
 from nanovllm.testing.models import tiny_config
 from nanovllm.testing.problems import attention_problem, fp8_pages
+from tests.ops.interpreted_fp8 import convert_as_torch
 
 pytest.importorskip("triton")
 CPU = torch.device("cpu")
@@ -31,29 +31,7 @@ LIMITS = [(0, 0.0), (7, 0.5), (33, 0.0), (500, 2.0)]  # window, soft cap
 
 @pytest.fixture(autouse=True)
 def converting_as_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton import language as tl
-    from triton.runtime import interpreter
-
-    original = interpreter._convert_float
-    dtypes = {tl.float32: torch.float32, tl.bfloat16: torch.bfloat16, tl.float16: torch.float16, tl.float8e4nv: FP8}
-    bits = {1: torch.uint8, 2: torch.uint16, 4: torch.int32}
-
-    def convert(values: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
-        if tl.float8e4nv not in (source, target):
-            return original(values, source, target, rounding)
-        found = torch.from_numpy(np.array(values)).contiguous()  # a copy
-        found = found.view(dtypes[source]).to(dtypes[target])
-        return found.view(bits[found.itemsize]).numpy().reshape(np.shape(values))
-
-    def dot(builder: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
-        parts = (
-            original(x.data, tl.bfloat16, tl.float32, None).view(np.float32) if x.dtype.scalar == tl.bfloat16 else x.data.astype(np.float32)
-            for x in (a, b)
-        )
-        return interpreter.TensorHandle(np.matmul(*parts) + d.data, d.dtype.scalar)
-
-    monkeypatch.setattr(interpreter, "_convert_float", convert)
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+    convert_as_torch(monkeypatch)
 
 
 def assert_alike(one: torch.Tensor, other: torch.Tensor, rtol: float = 0.0) -> None:

@@ -216,6 +216,6 @@ def test_shapes_that_are_no_product_are_refused() -> None:
     wrong = [(torch.ones(2, 3), None), (torch.ones(2, 300), None), (torch.ones(128), None), (torch.ones(2, 3, 128), None)]
     for x, bias in [*wrong, (torch.ones(2, 128), torch.ones(2))]:
         with pytest.raises(ValueError, match=r"cannot be multiplied with a quantised matrix \(8, 128\)"):
-            torch.ops.nanovllm.quantised_linear.default(x, matrix.codes, matrix.scales, None, None, bias, 128, 128, 1)
+            torch.ops.nanovllm.quantised_linear.default(x, matrix.codes, matrix.scales, None, None, bias, 128, 128, 1, False)
     with pytest.raises(ValueError, match=r"has scales \(4, 1\), expected \(8, 1\)"):
         quantised_linear(torch.ones(2, 128), replace(matrix, scales=matrix.scales[:4]))

@@ -171,7 +171,7 @@ def test_experts(kind: Kind, seed: int, tokens: int) -> None:
 @pytest.mark.parametrize("kind", ["int8", "int4"])  # opcheck compares tensors of fp8 with functions that do not exist for it
 def test_the_ops_obey_their_schemas(kind: Kind) -> None:
     matrix = quantise(drawn(0, 24, 40), kind)
-    given_ = (matrix.codes, matrix.scales, None, torch.randperm(40).int(), matrix.columns, matrix.group, 1)
+    given_ = (matrix.codes, matrix.scales, None, torch.randperm(40).int(), matrix.columns, matrix.group, 1, False)
     torch.library.opcheck(torch.ops.nanovllm.quantised_linear.default, (drawn(1, 3, 40), *given_[:4], drawn(2, 24), *given_[4:]))
     one, two = quantise(drawn(0, 3, 32, 16), kind), quantise(drawn(1, 3, 16, 16), kind)
     spread = [(each.codes, each.scales, None, None, each.columns, each.group, each.rows) for each in (one, two)]

@@ -306,7 +306,7 @@ def test_the_references_are_those_of_the_dequantised_matrix(kind: Kind, gated: b
 @pytest.mark.parametrize("kind", ["int8", "int4"])  # opcheck compares tensors of fp8 with functions that do not exist for it
 def test_the_ops_obey_their_schemas(kind: Kind) -> None:
     m, x, gain = quantised_problem(kind, 24, 40, group=8, order=True), inputs(3, 40), torch.rand(40)
-    spread = (m.codes, m.scales, m.zeros, m.order, m.columns, m.group, m.rows)
+    spread = (m.codes, m.scales, m.zeros, m.order, m.columns, m.group, m.rows, False)
     ops: Any = torch.ops.nanovllm
     torch.library.opcheck(ops.quantised_norm_linear.default, (x, *spread, gain, None, None, 1e-6, True, "silu"))
     residual, norm = inputs(3, 24), torch.rand(24)

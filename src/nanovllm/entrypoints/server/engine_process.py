@@ -19,7 +19,7 @@ from nanovllm.sampling.compiled_grammar import prepare_grammars
 
 WHERE = {
     "device": None, "dtype": None, "revision": None, "download": False, "trust_remote_code": False, "quantization": None,
-    "quantize_head": False,
+    "quantize_head": False, "fp8_activations": False,
 }  # fmt: skip
 
 

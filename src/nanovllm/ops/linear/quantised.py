@@ -44,6 +44,7 @@ class QuantisedMatrix:
         columns: K.
         group: Columns that one scale serves.
         rows: Rows that one scale serves.
+        fp8_activations: Whether a GPU rounds the activations of many rows to FP8 before it multiplies (`ops/linear/scaled_product.py`).
 
     Examples:
         >>> from nanovllm.ops.linear.quantise import quantise
@@ -61,6 +62,7 @@ class QuantisedMatrix:
     columns: int
     group: int
     rows: int = 1
+    fp8_activations: bool = False
 
     @property
     def bits(self) -> int:
@@ -207,7 +209,7 @@ class QuantisedMatrix:
         return brief_fields(self)
 
 
-register_value(QuantisedMatrix, static=("columns", "group", "rows"))
+register_value(QuantisedMatrix, static=("columns", "group", "rows", "fp8_activations"))
 
 
 def spread(values: Tensor, shape: Sequence[int], rows: int, group: int) -> Tensor:

@@ -1,7 +1,8 @@
 """Products with a quantised matrix on a GPU: which kernel multiplies how many rows.
 
 Few rows are summed in float32, more are multiplied on tensor cores by a kernel that converts the codes it reads. Above `FUSED_ROWS` rows
-each program would repeat too much of the conversion, so the matrix is dequantised in pieces and torch multiplies.
+each program would repeat too much of the conversion, so the matrix is dequantised in pieces and torch multiplies; or, if the matrix asks
+for it, the activations are rounded to FP8 and torch multiplies codes.
 """
 
 from dataclasses import replace
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.ops.backends import dependent_launch, own_kernels, processors, shared_memory
+from nanovllm.ops.linear import scaled_product
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.ops.linear.quantised_tiles import FUSED_ROWS, SCRATCH, few_tile, many_tile, serves_few
 from nanovllm.types import Float, Tensor
@@ -71,7 +73,7 @@ def product(
     x, weight = in_order(x, weight)
     new = dependent_launch(x.device)
     if len(x) > FUSED_ROWS:
-        y = by_dequantising(x, weight, bias)
+        y = _of_many_rows(x, weight, bias)
     elif gated and bias is None:
         tile = many_tile(weight, len(x), True, *_limits(x.device))
         return triton_quantised_many.product(x, weight, None, True, tile, new, act, new)
@@ -97,7 +99,7 @@ def product_add_norm(
     x, weight = in_order(x, weight)
     new = dependent_launch(x.device)
     if len(x) > FUSED_ROWS:
-        parts, bias = by_dequantising(x, weight, bias).unsqueeze(0), None
+        parts, bias = _of_many_rows(x, weight, bias).unsqueeze(0), None
     else:
         tile = many_tile(weight, len(x), False, *_limits(x.device), split=True)
         if tile.parts == 1:
@@ -105,6 +107,10 @@ def product_add_norm(
         else:
             parts = triton_quantised_many.partial_product(x, weight, tile, new, new)
     return triton_many_rows.sum_norm(parts, bias, residual.contiguous(), gain, eps, new, inner)
+
+
+def _of_many_rows(x: Float[Tensor, "B K"], weight: QuantisedMatrix, bias: Float[Tensor, "out"] | None) -> Float[Tensor, "B out"]:
+    return scaled_product.product(x, weight, bias) if weight.fp8_activations else by_dequantising(x, weight, bias)
 
 
 def by_dequantising(

@@ -9,7 +9,7 @@ from nanovllm.ops.linear.quantised_linear import quantised_linear
 from nanovllm.types import Float, Tensor
 
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
-_MATRIX = "Tensor codes, Tensor scales, Tensor? zeros, Tensor? order, int columns, int group, int rows"
+_MATRIX = "Tensor codes, Tensor scales, Tensor? zeros, Tensor? order, int columns, int group, int rows, bool fp8_activations"
 _LIBRARY.define(
     f"quantised_norm_linear(Tensor x, {_MATRIX}, Tensor? gain, Tensor? bias, Tensor? residual, float eps, bool gated, str act) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
@@ -54,21 +54,22 @@ def quantised_linear_add_norm(
     return torch.ops.nanovllm.quantised_linear_add_norm.default(x, *_spread(weight), bias, residual, gain, eps, inner)
 
 
-def _spread(w: QuantisedMatrix) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, int, int, int]:
-    return w.codes, w.scales, w.zeros, w.order, w.columns, w.group, w.rows
+def _spread(w: QuantisedMatrix) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, int, int, int, bool]:
+    return w.codes, w.scales, w.zeros, w.order, w.columns, w.group, w.rows, w.fp8_activations
 
 
-def _matrix(codes, scales, zeros, order, columns, group, rows) -> QuantisedMatrix:
-    return QuantisedMatrix(codes=codes, scales=scales, zeros=zeros, order=order, columns=columns, group=group, rows=rows)
+def _matrix(codes, scales, zeros, order, columns, group, rows, rounds) -> QuantisedMatrix:
+    sizes = {"columns": columns, "group": group, "rows": rows, "fp8_activations": rounds}
+    return QuantisedMatrix(codes=codes, scales=scales, zeros=zeros, order=order, **sizes)
 
 
 @torch.library.register_fake("nanovllm::quantised_norm_linear", lib=_LIBRARY)
-def _fake(x, codes, scales, zeros, order, columns, group, rows, gain, bias, residual, eps, gated, act):
+def _fake(x, codes, scales, zeros, order, columns, group, rows, rounds, gain, bias, residual, eps, gated, act):
     return x.new_empty(x.shape[0], codes.shape[0] // (2 if gated else 1))
 
 
-def _norm_linear(x, codes, scales, zeros, order, columns, group, rows, gain, bias, residual, eps, gated, act) -> Tensor:
-    weight = _matrix(codes, scales, zeros, order, columns, group, rows)
+def _norm_linear(x, codes, scales, zeros, order, columns, group, rows, rounds, gain, bias, residual, eps, gated, act) -> Tensor:
+    weight = _matrix(codes, scales, zeros, order, columns, group, rows, rounds)
     if quantised_cuda.runs(x, weight, gain, bias):
         return quantised_cuda.norm_product(x, weight, gain, bias, residual, eps, gated, act)
     y = quantised_linear(x if gain is None else rms_norm(x, gain, eps), weight, bias)
@@ -79,14 +80,14 @@ def _norm_linear(x, codes, scales, zeros, order, columns, group, rows, gain, bia
 
 
 @torch.library.register_fake("nanovllm::quantised_linear_add_norm", lib=_LIBRARY)
-def _fake_add_norm(x, codes, scales, zeros, order, columns, group, rows, bias, residual, gain, eps, inner):
+def _fake_add_norm(x, codes, scales, zeros, order, columns, group, rows, rounds, bias, residual, gain, eps, inner):
     return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
 
 
 def _linear_add_norm(
-    x, codes, scales, zeros, order, columns, group, rows, bias, residual, gain, eps, inner
+    x, codes, scales, zeros, order, columns, group, rows, rounds, bias, residual, gain, eps, inner
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    weight = _matrix(codes, scales, zeros, order, columns, group, rows)
+    weight = _matrix(codes, scales, zeros, order, columns, group, rows, rounds)
     if quantised_cuda.runs(x, weight, gain, bias, inner):
         return quantised_cuda.product_add_norm(x, weight, bias, residual, gain, eps, inner)
     added = quantised_linear(x, weight, bias)

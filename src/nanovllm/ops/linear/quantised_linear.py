@@ -1,5 +1,7 @@
 """`quantised_linear`: the product of activations with a quantised matrix."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -10,8 +12,8 @@ from nanovllm.types import Float, Tensor
 
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
 _LIBRARY.define(
-    "quantised_linear(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? order, Tensor? bias, int columns, int group, int rows)"
-    " -> Tensor",
+    "quantised_linear(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? order, Tensor? bias, int columns, int group, int rows,"
+    " bool fp8_activations) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -19,13 +21,13 @@ _LIBRARY.define(
 def quantised_linear(
     x: Float[Tensor, "T in_"], weight: QuantisedMatrix, bias: Float[Tensor, "out"] | None = None
 ) -> Float[Tensor, "T out"]:
-    """Compute `x @ weight.T + bias` for a quantised matrix. Activations are not quantised. Nothing is written in place.
+    """Compute `x @ weight.T + bias` for a quantised matrix. Activations are rounded only if the matrix asks for it, and only on a GPU.
 
-    Schema: `nanovllm::quantised_linear(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? order, Tensor? bias, int columns,
-    int group, int rows) -> Tensor`. The reference dequantises the matrix to the dtype of `x` and calls `torch.nn.functional.linear`. On a
-    CPU the bits of a row do not depend on the other rows, and C computes the product if there is a compiler, `x` is float32 or bfloat16,
-    and a group is a multiple of 32 columns or a whole row. On a GPU with Triton, kernels read the codes, in bfloat16 and float16. Both
-    agree with the reference within the rounding of the dtype of `x`.
+    Nothing is written in place. Schema: `nanovllm::quantised_linear(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? order,
+    Tensor? bias, int columns, int group, int rows, bool fp8_activations) -> Tensor`. The reference dequantises the matrix to the dtype of
+    `x` and calls `torch.nn.functional.linear`. On a CPU the bits of a row do not depend on the other rows, and C computes the product if
+    there is a compiler, `x` is float32 or bfloat16, and a group is a multiple of 32 columns or a whole row. On a GPU with Triton, kernels
+    read the codes, in bfloat16 and float16. Both agree with the reference within the rounding of the dtype of `x`.
 
     Args:
         x: The activations, `[T, K]`.
@@ -45,7 +47,8 @@ def quantised_linear(
         [[1.0, 2.0]]
     """
     w = weight
-    return torch.ops.nanovllm.quantised_linear.default(x, w.codes, w.scales, w.zeros, w.order, bias, w.columns, w.group, w.rows)
+    sizes = w.columns, w.group, w.rows, w.fp8_activations
+    return torch.ops.nanovllm.quantised_linear.default(x, w.codes, w.scales, w.zeros, w.order, bias, *sizes)
 
 
 def plain_linear(x: Tensor, weight: Tensor | QuantisedMatrix, bias: Tensor | None = None) -> Tensor:
@@ -56,7 +59,7 @@ def plain_linear(x: Tensor, weight: Tensor | QuantisedMatrix, bias: Tensor | Non
 @torch.library.register_fake("nanovllm::quantised_linear", lib=_LIBRARY)
 def _fake(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor | None, bias: Tensor | None, columns: int, group: int,
-    rows: int,
+    rows: int, fp8_activations: bool,
 ) -> Tensor:  # fmt: skip
     _require(x, QuantisedMatrix(codes=codes, scales=scales, zeros=zeros, order=order, columns=columns, group=group, rows=rows), bias)
     return x.new_empty(x.shape[0], codes.shape[0])
@@ -76,9 +79,10 @@ def _require(x: Tensor, matrix: QuantisedMatrix, bias: Tensor | None) -> None:
 
 def _product(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor | None, bias: Tensor | None, columns: int, group: int,
-    rows: int,
+    rows: int, fp8_activations: bool,
 ) -> Tensor:  # fmt: skip
-    matrix = QuantisedMatrix(codes=codes, scales=scales, zeros=zeros, order=order, columns=columns, group=group, rows=rows)
+    sizes: dict[str, Any] = {"columns": columns, "group": group, "rows": rows, "fp8_activations": fp8_activations}
+    matrix = QuantisedMatrix(codes=codes, scales=scales, zeros=zeros, order=order, **sizes)
     _require(x, matrix, bias)
     if quantised_cuda.runs(x, matrix, bias):
         return quantised_cuda.product(x, matrix, bias)

@@ -95,7 +95,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, rounds: bool = True)
     if rounds:
         add_quantization(parser)
     else:
-        parser.set_defaults(quantization=None, quantize_head=False)
+        parser.set_defaults(quantization=None, quantize_head=False, fp8_activations=False)
 
 
 def model_name(options: argparse.Namespace) -> str:
@@ -141,7 +141,7 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
     """Run the chosen workloads, print tables or one JSON object, and write the files that were asked for. Returns 0."""
     device = resolve_device(options.device)
     cuda = device.type == "cuda"
-    require_rounding(**rounding(options))
+    require_rounding(options.quantization, options.quantize_head)
     peers = find_peers(options.peer)
     if peers and options.quantization:
         raise InvalidRequestError(f"--peer {options.peer[0]}: it runs weights that are not rounded; omit --quantization or --peer")

@@ -7,6 +7,7 @@ import torch
 from nanovllm.config import ModelConfig, MoEConfig, RopeConfig
 from nanovllm.errors import InvalidRequestError
 from nanovllm.loading.load_model import resolve_device, resolve_dtype
+from nanovllm.loading.quantisation.activations import require_fp8_products, with_fp8_activations
 from nanovllm.loading.quantisation.rounding import require_rounding, rounded_params
 from nanovllm.models.init_params import drawn_by, random_fingerprint, random_params
 from nanovllm.models.model import Model
@@ -120,14 +121,16 @@ def random_weights(
     seed: int = 0,
     quantization: Kind | None = None,
     quantize_head: bool = False,
+    fp8_activations: bool = False,
 ) -> Model:
-    """A model of one of `SHAPES` with random weights and without a tokenizer. Its matrices are rounded as `load_model` rounds them."""
+    """A model of one of `SHAPES` with random weights and without a tokenizer. It is rounded as `load_model` rounds."""
     rounding = require_rounding(quantization, quantize_head)
     model = random_model(f"{name} (random weights)", SHAPES[name], device=device, dtype=dtype, seed=seed)
-    if rounding is None:
-        return model
-    params, mark = rounded_params(model.params, rounding), rounding.mark(model.fingerprint)
-    return replace(model, params=params, fingerprint=mark, quantization=rounding.summary)
+    require_fp8_products(fp8_activations, model.device, model.dtype)
+    if rounding is not None:
+        params, mark = rounded_params(model.params, rounding), rounding.mark(model.fingerprint)
+        model = replace(model, params=params, fingerprint=mark, quantization=rounding.summary)
+    return with_fp8_activations(model) if fp8_activations else model
 
 
 def random_model(

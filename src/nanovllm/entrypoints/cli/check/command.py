@@ -145,5 +145,5 @@ def loaded(name: str, device: str | None, dtype: str | None, **where: Any) -> Mo
 
     if name not in SHAPES:
         return load_model(name, device, dtype, **where)
-    how = {key: where[key] for key in ("quantization", "quantize_head") if key in where}
+    how = {key: where[key] for key in ("quantization", "quantize_head", "fp8_activations") if key in where}
     return random_weights(name, device=device, dtype=dtype, **how)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.executor.kv_budget import GRAPHS
 from nanovllm.loading.hub import read_json, require_whole, resolve_folder
 from nanovllm.loading.load_model import read_config, read_generation_config, require_vocabulary, resolve_dtype, with_ends
+from nanovllm.loading.quantisation.activations import require_fp8_products
 from nanovllm.loading.quantisation.config import Quantisation, read_quantisation
 from nanovllm.loading.quantisation.rounding import Rounding, quantisable, require_rounding
 from nanovllm.loading.quantisation.stored import StoredMatrices, module_of, stored_matrices
@@ -35,7 +36,7 @@ from nanovllm.ops.kv_cache.fp8 import FP8
 from nanovllm.ops.linear.quantise import Kind, quantise
 from nanovllm.state.kv_cache import require_kv_dtype
 from nanovllm.tokenizer.tokenizer import Tokenizer
-from nanovllm.types import FLOATS
+from nanovllm.types import FLOATS, dtype_of
 
 LOADING = 32 << 20  # bytes of host memory that loading needs at most, without the weights
 MESSAGE = ({"role": "user", "content": "Hello"},)  # to try the chat template
@@ -129,6 +130,7 @@ def outlook(
     trust_remote_code: bool = False,
     quantization: Kind | None = None,
     quantize_head: bool = False,
+    fp8_activations: bool = False,
     kv_dtype: str | None = None,
     **where: Any,
 ) -> Outlook:
@@ -146,6 +148,7 @@ def outlook(
         trust_remote_code: Whether code of the checkpoint may run, if its architecture is known to nobody else.
         quantization: How matrices are rounded while they are loaded; None: they are not.
         quantize_head: Whether the output matrix is rounded, too.
+        fp8_activations: Whether long prompts round activations to FP8. It is a problem where nothing multiplies FP8.
         kv_dtype: The dtype of keys and values, as in `init_state`.
         **where: Further arguments of `resolve_folder`.
 
@@ -157,7 +160,8 @@ def outlook(
     if name in shapes:
         spec, config = REGISTRY[shapes[name].architecture], shapes[name]
         called = f"{name} (random weights)"
-        return _outlook(called, None, False, spec, config, device, dtype, memory_fraction, max_model_len, rounding, kv_dtype)
+        found = _outlook(called, None, False, spec, config, device, dtype, memory_fraction, max_model_len, rounding, kv_dtype)
+        return _with_products(found, device, fp8_activations)
     folder, called = resolve_folder(name, with_code=trust_remote_code, **where)
     hf: dict[str, Any] = {}
     try:
@@ -173,7 +177,17 @@ def outlook(
             device=device_name(device), config=None, weights=None, memory=None, kernels=None, texts=None, problems=(str(error),), notes=(),
         )  # fmt: skip
     code = bool(hf.get("auto_map"))
-    return _outlook(called, folder, code, spec, config, device, dtype, memory_fraction, max_model_len, rounding, kv_dtype)
+    found = _outlook(called, folder, code, spec, config, device, dtype, memory_fraction, max_model_len, rounding, kv_dtype)
+    return _with_products(found, device, fp8_activations)
+
+
+def _with_products(found: Outlook, device: torch.device, fp8_activations: bool) -> Outlook:
+    """Add a problem if activations are to be rounded to FP8 where nothing multiplies FP8."""
+    try:
+        require_fp8_products(fp8_activations, device, dtype_of(found.dtype or "float32"))
+    except InvalidRequestError as error:
+        return replace(found, problems=(*found.problems, str(error)))
+    return found
 
 
 def _with_stored_head(folder: Path, spec: ModelSpec, config: ModelConfig) -> ModelConfig:

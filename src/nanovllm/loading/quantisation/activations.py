@@ -1,0 +1,51 @@
+"""`with_fp8_activations`: a model whose long prompts round the activations of FP8 weights to FP8, too."""
+
+import hashlib
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from nanovllm.errors import InvalidRequestError
+from nanovllm.models.common.params import Layer
+from nanovllm.models.model import Model
+from nanovllm.ops.linear.quantised import QuantisedMatrix
+from nanovllm.ops.linear.scaled_product import against, against_device
+from nanovllm.types import Tensor
+
+
+def require_fp8_products(fp8_activations: object, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise `InvalidRequestError` if the option has a wrong value, or if it is True and the device has no products in FP8."""
+    if not isinstance(fp8_activations, bool):
+        raise InvalidRequestError(f"fp8_activations={fp8_activations!r} must be True or False")
+    if fp8_activations and (why := against_device(device, dtype)):
+        raise InvalidRequestError(f"fp8_activations=True needs a GPU that multiplies FP8, and a model in bfloat16: {why}")
+
+
+def with_fp8_activations(model: Model) -> Model:
+    """The same weights, but products of attention and MLP with FP8 weights round their activations in steps of many rows.
+
+    The head and experts keep their activations. So do matrices that are not in FP8. The fingerprint is another one, because KV of the two
+    models differs.
+
+    Raises:
+        InvalidRequestError: No matrix is in FP8 with a scale per row.
+    """
+    layers: tuple[Layer[Tensor], ...] = () if model.foreign else model.params.layers
+    found = [m for w in layers for m in (w.qkv, w.o, w.gate_up, w.down) if isinstance(m, QuantisedMatrix)]
+    if not found or all(map(against, found)):
+        why = against(found[0]) if found else "no matrix of attention or MLP is quantised"
+        raise InvalidRequestError(f"fp8_activations=True needs FP8 weights with a scale per row, as quantization='fp8' makes them: {why}")
+
+    def kept(matrix: Any) -> Any:
+        return replace(matrix, fp8_activations=True) if isinstance(matrix, QuantisedMatrix) and not against(matrix) else matrix
+
+    def layer(w: Layer[Tensor]) -> Layer[Tensor]:
+        return replace(w, qkv=kept(w.qkv), o=kept(w.o), gate_up=kept(w.gate_up), down=kept(w.down))
+
+    return replace(
+        model,
+        params=replace(model.params, layers=tuple(map(layer, layers))),
+        fingerprint=hashlib.sha256(f"{model.fingerprint} fp8 activations".encode()).hexdigest(),
+        quantization=f"{model.quantization}; activations of long prompts in FP8",
+    )

@@ -1,0 +1,39 @@
+"""The option `fp8_activations`: where it is possible, what it changes, and what it says otherwise."""
+
+import pytest
+import torch
+
+import nanovllm as nv
+from nanovllm.loading.quantisation import activations
+from nanovllm.loading.quantisation.activations import with_fp8_activations
+from nanovllm.ops.linear.linear import linear
+from nanovllm.ops.linear.quantised import QuantisedMatrix
+
+
+def test_it_is_refused_where_nothing_multiplies_fp8() -> None:
+    with pytest.raises(nv.InvalidRequestError, match=r"fp8_activations=True needs a GPU .*the device is cpu"):
+        nv.load_model("tiny", "cpu", quantization="fp8", fp8_activations=True)
+    with pytest.raises(nv.InvalidRequestError, match="fp8_activations=1 must be True or False"):
+        nv.load_model("tiny", "cpu", quantization="fp8", fp8_activations=1)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(nv.InvalidRequestError, match=r"fp8_activations"):
+        nv.LLM(nv.load_model("tiny", "cpu"), fp8_activations=True)
+
+
+@pytest.mark.parametrize(("kind", "why"), [(None, "no matrix"), ("int8", "the codes are int8"), ("int4", "the codes are int4")])
+def test_it_needs_weights_in_fp8(kind, why: str) -> None:
+    with pytest.raises(nv.InvalidRequestError, match=why):
+        with_fp8_activations(nv.load_model("tiny", "cpu", quantization=kind))
+
+
+def test_it_marks_attention_and_mlp_and_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "against_device", lambda device, dtype: "")
+    plain = nv.load_model("tiny", "cpu", quantization="fp8", quantize_head=True)
+    model = nv.load_model("tiny", "cpu", quantization="fp8", quantize_head=True, fp8_activations=True)
+    assert model.fingerprint != plain.fingerprint and "activations" in model.quantization
+    for w in model.params.layers:
+        for matrix in (w.qkv, w.o, w.gate_up, w.down):
+            assert isinstance(matrix, QuantisedMatrix) and matrix.fp8_activations
+    assert isinstance(model.params.head, QuantisedMatrix) and not model.params.head.fp8_activations
+    x = torch.randn(4, model.config.hidden_size)
+    for one, other in zip(model.params.layers, plain.params.layers, strict=True):  # a CPU rounds nothing
+        assert torch.equal(linear(x, one.qkv), linear(x, other.qkv))
