@@ -15,10 +15,7 @@ The share is the time of the same product of this package in bfloat16, divided b
 import argparse
 import json
 import math
-import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +27,7 @@ from nanovllm.entrypoints.cli.bench.environment import commit, versions
 from nanovllm.entrypoints.cli.bench.graph_timer import graph_us
 from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES
 from nanovllm.ops.backends import dependent_launch, processors, shared_memory
-from nanovllm.ops.compile_ahead import noted
+from nanovllm.ops.compile_ahead import compile_ahead
 from nanovllm.ops.linear import scaled_product
 from nanovllm.ops.linear.linear import linear
 from nanovllm.ops.linear.linear_add_norm import linear_add_norm
@@ -190,21 +187,6 @@ def plain_us(each: Matrix, rows: int, given: dict[str, Any]) -> float:
     return graph_us(lambda: [norm_linear(x, w, gated=each.gated) for w in weights]) / count
 
 
-def compiled(calls: list[Callable[[], object]]) -> None:
-    """Compile the kernels of all calls in threads. A kernel that does not compile fails again where it is measured."""
-    with noted() as kernels:
-        for call in calls:
-            with suppress(Exception):
-                call()
-
-    def load(function: Any, data: str) -> None:
-        with torch.cuda.device(CUDA), suppress(Exception):
-            function.preload(data)
-
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
-        list(threads.map(lambda kernel: load(*kernel), kernels))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What is measured of one matrix: copies of it, and by number of rows the inputs and the ways to compute."""
@@ -257,7 +239,9 @@ def main() -> None:
     table, plain = list[dict[str, Any]](), dict[tuple[str, int], float]()
     chosen = [each for each in matrices(SHAPES[options.model.lower()]) if each.name in options.matrices.split(",")]
     plans = [plan(options.part, kind, each) for kind in options.kinds.split(",") for each in chosen]
-    compiled([lambda way=way, each=each: way.call(each.weights[0]) for each in plans for *_, all_ways in each.rows for way in all_ways])
+    compile_ahead(
+        CUDA, [lambda way=way, each=each: way.call(each.weights[0]) for each in plans for *_, all_ways in each.rows for way in all_ways]
+    )
     for each in plans:
         for line in measure(each, plain):
             table.append(line)

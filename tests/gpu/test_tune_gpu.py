@@ -133,7 +133,8 @@ def test_what_is_tried_computes_the_same(rows: int) -> None:
     then all of these together in one chain."""
     model = small()
     machine, layer, last = machine_of(model), layer_of(model, rows), DEFAULT
-    with measuring(model, Recorder(model.device), layer) as measure:
+    with measuring(model, Recorder(model.device), layer) as bench:
+        measure = bench.measure
         assert len(measure(DEFAULT)) == (2 if rows <= 16 else 1) and all(us > 0 for us in measure(DEFAULT))
         for work in layer:
             for cut in (*some_starts(work, machine), *some_neighbours(work, default_cut(work, machine), machine)):
@@ -156,7 +157,8 @@ def test_a_wrong_kernel_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nanovllm.entrypoints.cli.tune.one_kernel.norm_linear", wrong)
     layer = layer_of(model, 8)
     work = next(work for work in layer if work.part == "qkv")
-    with measuring(model, Recorder(model.device), layer) as measure:
+    with measuring(model, Recorder(model.device), layer) as bench:
+        measure = bench.measure
         measure(DEFAULT)
         with pytest.raises(Unfit, match="wrong results: relative error 0"):
             measure(StepCuts(qkv=default_cut(work, machine_of(model))))

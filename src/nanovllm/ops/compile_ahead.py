@@ -8,7 +8,7 @@ loaded in threads, and the real start finds them.
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -47,19 +47,8 @@ class FirstStart:
         """Run `call` without the kernels that are not loaded, whose results are then garbage, and compile these."""
         if not self._needed:
             return
-        with noted() as kernels, suppress(Exception):  # the real call raises it again
-            call()
-        threads = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
-        try:
-            for done in [threads.submit(self._compile, function, data) for function, data in kernels]:
-                with suppress(Exception):  # the real launch raises it again
-                    done.result()
-        finally:
-            threads.shutdown(cancel_futures=True)  # some are left only after Ctrl-C
-
-    def _compile(self, function: Any, data: str) -> None:
-        with torch.cuda.device(self._device):  # a new thread has the first GPU
-            _ = function.preload(data).run  # builds what launches the kernel, and loads both
+        assert self._device is not None
+        compile_ahead(self._device, [call])
 
     def completed(self) -> None:
         """Note on disk that the start has compiled its kernels."""
@@ -67,6 +56,29 @@ class FirstStart:
             with suppress(OSError):
                 self._file.parent.mkdir(parents=True, exist_ok=True)
                 self._file.touch()
+
+
+def compile_ahead(device: torch.device, calls: Iterable[Callable[[], object]]) -> None:
+    """Run each call without the kernels that are not loaded, whose results are then garbage, and compile these in threads.
+
+    A call that fails, or a kernel that does not compile, fails again where it is really used.
+    """
+    with noted() as kernels:
+        for call in calls:
+            with suppress(Exception):
+                call()
+    threads = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
+    try:
+        for done in [threads.submit(_load, device, function, data) for function, data in kernels]:
+            with suppress(Exception):
+                done.result()
+    finally:
+        threads.shutdown(cancel_futures=True)  # some are left only after Ctrl-C
+
+
+def _load(device: torch.device, function: Any, data: str) -> None:
+    with torch.cuda.device(device):  # a new thread has the first GPU
+        _ = function.preload(data).run  # builds what launches the kernel, and loads both
 
 
 @contextmanager

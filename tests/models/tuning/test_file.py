@@ -24,6 +24,7 @@ from nanovllm.engine import init_state as init
 from nanovllm.entrypoints.cli import main as cli
 from nanovllm.entrypoints.cli.tune import command
 from nanovllm.entrypoints.cli.tune.kernel_search import Unfit
+from nanovllm.entrypoints.cli.tune.layer_search import Bench
 from nanovllm.executor import build_executor as building
 from nanovllm.executor.eager import EagerExecutor
 from nanovllm.models.check import examine
@@ -394,7 +395,7 @@ def tuning(served: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A GPU that is none, on which layers are twice as fast by any cut of qkv as by the default."""
 
     def measuring(model: nv.Model, recorder: None, group: Any) -> Any:
-        return nullcontext(lambda cuts: (1.0,) if cuts.qkv else (2.0,))
+        return nullcontext(Bench(measure=lambda cuts: (1.0,) if cuts.qkv else (2.0,)))
 
     monkeypatch.setattr(command, "resolve_device", lambda device: torch.device("cuda"))
     monkeypatch.setattr(command, "find_model", lambda options: (MODEL, "small"))
@@ -475,7 +476,7 @@ def test_older_cuts_of_what_was_not_measured_stay(tuning: Path, monkeypatch: pyt
     assert [line for line in more if line["rows"] == 1] == [line for line in lines if line["rows"] == 1]
     assert [line["rows"] for line in more] == sorted(line["rows"] for line in more)
     assert len({(line["rows"], line["part"]) for line in more}) == len(more)
-    measured = nullcontext(lambda cuts: (1.0,))
+    measured = nullcontext(Bench(measure=lambda cuts: (1.0,)))
     monkeypatch.setattr(command, "measuring", lambda *_: measured)
     assert cli.main(["tune", "--batches", "8"]) == 0  # by nothing it is faster now
     assert set(read_cuts(tuning, MODEL, H200).steps) == {1, 64}

@@ -13,7 +13,7 @@ from immutables import Map
 
 from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES
 from nanovllm.entrypoints.cli.tune.kernel_search import Times, Unfit
-from nanovllm.entrypoints.cli.tune.layer_search import TURNS, Together, search_together
+from nanovllm.entrypoints.cli.tune.layer_search import TURNS, Bench, Together, search_together
 from nanovllm.entrypoints.cli.tune.report import table, verdict
 from nanovllm.entrypoints.cli.tune.sweep import Result, chosen, plan, run
 from nanovllm.models.fast.cuts import DEFAULT, StepCuts
@@ -45,7 +45,7 @@ def step_from(part: str, number: int = 0) -> Cut:
 
 
 def found_by(clock: Clock, **options: Any) -> Together:
-    return search_together(LAYER, H200, clock, **options)
+    return search_together(LAYER, H200, Bench(measure=clock), **options)
 
 
 ATTEND, QKV, DOWN = step_from("attend"), step_from("qkv"), step_from("down")
@@ -60,7 +60,7 @@ def overlapping(cuts: StepCuts) -> float:
 def test_a_cut_that_is_good_beside_another_only_is_found() -> None:
     """Part by part, the others by their defaults, it is not."""
     clock = Clock(overlapping)
-    alone = {part: search_together([w for w in LAYER if w.part == part], H200, clock).cuts for part in ("attend", "qkv")}
+    alone = {part: search_together([w for w in LAYER if w.part == part], H200, Bench(measure=clock)).cuts for part in ("attend", "qkv")}
     assert alone == {"attend": DEFAULT, "qkv": StepCuts(qkv=QKV)}
     found = found_by(Clock(overlapping))
     assert found.cuts == StepCuts(attend=ATTEND, qkv=QKV) and (found.default_us, found.chosen_us) == (100.0, 88.0)
@@ -204,7 +204,7 @@ def test_a_choice_is_faster_than_the_defaults_and_needs_all_of_its_cuts(times: d
 
 
 def always(measure: Callable[[tuple[Work, ...], StepCuts], Times]) -> Callable[[Any], Any]:
-    return lambda group: nullcontext(lambda cuts: measure(group, cuts))
+    return lambda group: nullcontext(Bench(measure=lambda cuts: measure(group, cuts)))
 
 
 def test_a_run_goes_through_all_kernels_and_keeps_what_won() -> None:
@@ -274,7 +274,7 @@ def test_kernels_that_cannot_be_measured_are_said() -> None:
 
     def refused(group: tuple[Work, ...]) -> Any:
         if group[0].part == "head":
-            return nullcontext(lambda cuts: (1.0,))
+            return nullcontext(Bench(measure=lambda cuts: (1.0,)))
         raise Unfit("no memory for it")
 
     results = list(run(planned, H200, refused))

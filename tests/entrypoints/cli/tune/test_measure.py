@@ -1,7 +1,7 @@
 """Measuring, with a GPU that is none: what is launched, over which memory, and what is refused. Kernels are plain functions here."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet, ref
@@ -14,6 +14,7 @@ from nanovllm.entrypoints.cli.tune import layer_chain, one_kernel
 from nanovllm.entrypoints.cli.tune import measure as measure_module
 from nanovllm.entrypoints.cli.tune.kernel_search import Unfit
 from nanovllm.entrypoints.cli.tune.layer_chain import CONTEXTS, LAYERS, fitting
+from nanovllm.entrypoints.cli.tune.layer_search import StepMeasure
 from nanovllm.models.fast import fused
 from nanovllm.models.fast.cuts import DEFAULT, StepCuts
 from nanovllm.models.tuning.launches import Machine, Work, works
@@ -129,8 +130,32 @@ def head_of(rows: int) -> tuple[Work, ...]:
     return tuple(work for work in works(MODEL.config, rows, MACHINE) if work.part == "head")
 
 
-def measuring(group: tuple[Work, ...]) -> Any:
+def bench_of(group: tuple[Work, ...]) -> Any:
     return measure_module.measuring(MODEL, measure_module.Recorder(torch.device("cpu")), group)
+
+
+@contextmanager
+def measuring(group: tuple[Work, ...]) -> Iterator[StepMeasure]:
+    with bench_of(group) as bench:
+        yield bench.measure
+
+
+def test_kernels_are_compiled_before_they_are_measured(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each part the default, then the candidates that a search announces."""
+    monkeypatch.setattr(fused, "follows_closely", lambda *_: False)
+    ahead = list[int]()
+
+    def compile_ahead(device: torch.device, calls: Any) -> None:
+        before = len(gpu.launched)
+        for call in calls:
+            call()
+        ahead.append(len(gpu.launched) - before)
+
+    monkeypatch.setattr(measure_module, "compile_ahead", compile_ahead)
+    with bench_of(layer_of(2, False)) as bench:
+        assert ahead == [6]  # four products, and attention over two contexts
+        bench.prepare("qkv", [(1,), (2,), (3,)])
+        assert [cut for _, cut in gpu.launched[-3:]] == [(1,), (2,), (3,)]
 
 
 @pytest.mark.parametrize(("rows", "few"), [(1, True), (2, True), (8, False), (40, False)])

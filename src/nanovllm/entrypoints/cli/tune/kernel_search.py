@@ -17,6 +17,7 @@ WORTH = 0.003  # fraction of the best time below which a gain is noise
 
 Times = tuple[float, ...]  # microseconds of a layer that has the kernel, one for each measured setting
 Measure = Callable[[Cut], Times]
+Prepare = Callable[[Seq[Cut]], object]  # compiles the kernels of several candidates at once, before they are measured
 
 
 class Unfit(NanoVLLMError):
@@ -42,7 +43,15 @@ class Found:
     skipped: tuple[tuple[Cut, str], ...]
 
 
-def search(default: Cut, starts: Seq[Cut], neighbours: Callable[[Cut], Seq[Cut]], measure: Measure, *, margin: float = MARGIN) -> Found:
+def search(
+    default: Cut,
+    starts: Seq[Cut],
+    neighbours: Callable[[Cut], Seq[Cut]],
+    measure: Measure,
+    *,
+    margin: float = MARGIN,
+    prepare: Prepare = lambda cuts: None,
+) -> Found:
     """Hill climbing: begin with the best of the default and `starts`, and move to the best neighbour as long as it is faster.
 
     A candidate is rejected if it is slower than the default by the margin in any setting, or if the second measurement fails.
@@ -53,6 +62,7 @@ def search(default: Cut, starts: Seq[Cut], neighbours: Callable[[Cut], Seq[Cut]]
         neighbours: The candidates one step away from a tile configuration.
         measure: Measures a tile configuration; `()` is the default. It raises `Unfit` for a candidate to skip.
         margin: The fraction of time that a candidate must save.
+        prepare: Is called with the candidates that will be measured next.
 
     Raises:
         Unfit: The default cannot be measured.
@@ -62,9 +72,9 @@ def search(default: Cut, starts: Seq[Cut], neighbours: Callable[[Cut], Seq[Cut]]
     skipped: dict[Cut, str] = {}
 
     def look(cuts: Seq[Cut]) -> None:
-        for cut in cuts:
-            if cut in scores or cut in skipped:
-                continue
+        new = [cut for cut in dict.fromkeys(cuts) if cut not in scores and cut not in skipped]
+        prepare(new)
+        for cut in new:
             try:
                 scores[cut] = score(measure(cut), usual, margin)
             except Unfit as error:

@@ -24,6 +24,19 @@ StepMeasure = Callable[[StepCuts], Times]  # times of all kernels together; rais
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """What measures the kernels of a step.
+
+    Attributes:
+        measure: Measures all kernels together.
+        prepare: Is called with a kernel's part, and with the candidates for it that will be measured next.
+    """
+
+    measure: StepMeasure
+    prepare: Callable[[str, Seq[Cut]], object] = lambda part, cuts: None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Together:
     """The result of a search over all kernels of a layer.
 
@@ -44,7 +57,7 @@ class Together:
 def search_together(
     works: Seq[Work],
     machine: Machine,
-    measure: StepMeasure,
+    bench: Bench,
     *,
     before: Mapping[str, Cut] | None = None,
     margin: float = MARGIN,
@@ -55,7 +68,7 @@ def search_together(
     Args:
         works: The kernels.
         machine: The GPU.
-        measure: Measures all kernels together.
+        bench: Measures all kernels together.
         before: The best tile configuration of each kernel for fewer rows. It is tried too.
         margin: The fraction of time that a tile configuration must save.
         tell: Is called with each kernel before its search.
@@ -63,6 +76,7 @@ def search_together(
     Raises:
         Unfit: The defaults cannot be measured.
     """
+    measure = bench.measure
     cuts, searched, found = DEFAULT, dict[str, StepCuts](), dict[str, Found]()
     for _ in range(TURNS):
         for work in works:
@@ -77,7 +91,7 @@ def search_together(
             with_others = _measure_with(measure, others, work.part)
             default, near = default_cut(work, machine), partial(neighbours, work, machine=machine)
             try:
-                one = search(default, [*tried, *more], near, with_others, margin=margin)
+                one = search(default, [*tried, *more], near, with_others, margin=margin, prepare=partial(bench.prepare, work.part))
             except Unfit as error:
                 if others == DEFAULT:
                     raise

@@ -1,6 +1,7 @@
 """Measurements on a GPU: layers of a decode step with given tile configurations, or the head, in a CUDA graph."""
 
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from functools import partial
 from statistics import median
@@ -10,12 +11,13 @@ import torch
 from nanovllm.entrypoints.cli.tune import one_kernel
 from nanovllm.entrypoints.cli.tune.kernel_search import Times, Unfit
 from nanovllm.entrypoints.cli.tune.layer_chain import Plans, chain_length, contexts, run_layers
-from nanovllm.entrypoints.cli.tune.layer_search import StepMeasure
+from nanovllm.entrypoints.cli.tune.layer_search import Bench
 from nanovllm.entrypoints.cli.tune.one_kernel import Alone
 from nanovllm.models.check.examine import kernel_errors
 from nanovllm.models.fast.cuts import StepCuts
 from nanovllm.models.model import Model
 from nanovllm.models.tuning.launches import Work
+from nanovllm.ops.compile_ahead import compile_ahead
 from nanovllm.ops.cuts import Cut, CutError
 
 REPEATS = 15  # replays of a graph; the median counts
@@ -53,12 +55,12 @@ class Recorder:
 
 
 @contextmanager
-def measuring(model: Model, recorder: Recorder, works: tuple[Work, ...]) -> Iterator[StepMeasure]:
-    """A function that measures the kernels of a layer, or the head.
+def measuring(model: Model, recorder: Recorder, works: tuple[Work, ...]) -> Iterator[Bench]:
+    """What measures the kernels of a layer, or the head.
 
-    For a layer it returns microseconds per layer in a chain, for each context. For the head it returns microseconds per launch. Before a
-    tile configuration is timed, its kernel alone must give the same results as the default. The memory is freed at the end of the block.
-    Raises `Unfit` if the defaults cannot run.
+    For a layer `measure` returns microseconds per layer in a chain, for each context. For the head it returns microseconds per launch.
+    Before a tile configuration is timed, its kernel alone must give the same results as the default. `prepare` compiles in threads. The
+    memory is freed at the end of the block. Raises `Unfit` if the defaults cannot run.
     """
     with torch.no_grad(), torch.cuda.device(model.device):
         try:
@@ -67,17 +69,21 @@ def measuring(model: Model, recorder: Recorder, works: tuple[Work, ...]) -> Iter
             raise Unfit("not enough memory") from error
 
         def measure(cuts: StepCuts) -> Times:
-            return made[0](cuts)
+            return made[0].measure(cuts)
+
+        def prepare(part: str, cuts: Seq[Cut]) -> None:
+            made[0].prepare(part, cuts)
 
         try:
-            yield measure
+            yield Bench(measure=measure, prepare=prepare)
         finally:
-            made.clear()  # `measure` may outlive the block, but must not keep the KV alive
+            made.clear()  # the functions may outlive the block, but must not keep the KV alive
             torch.cuda.empty_cache()
 
 
-def _head(model: Model, recorder: Recorder, work: Work) -> StepMeasure:
+def _head(model: Model, recorder: Recorder, work: Work) -> Bench:
     kernel = one_kernel.head(model, work)
+    prepare = _preparing(model, {work.part: [kernel]})
     checks = Checks({work.part: [kernel]})
 
     def run(cut: Cut) -> None:
@@ -88,15 +94,16 @@ def _head(model: Model, recorder: Recorder, work: Work) -> StepMeasure:
         checks.require(cuts)
         return (_time(recorder, partial(run, cuts.head)) / kernel.count,)
 
-    return measure
+    return Bench(measure=measure, prepare=prepare)
 
 
-def _layers(model: Model, recorder: Recorder, works: tuple[Work, ...]) -> StepMeasure:
+def _layers(model: Model, recorder: Recorder, works: tuple[Work, ...]) -> Bench:
     rows, count = works[0].rows, chain_length(model)
     plans, settings = Plans(model, rows), contexts(model, rows, count)
     x = torch.randn(rows, model.config.hidden_size, dtype=model.dtype, device=model.device)
     kernels = {work.part: [one_kernel.product(model, work)] for work in works if work.form != "attend"}
     kernels["attend"] = [one_kernel.attention(model, setting, plans) for setting in settings]
+    prepare = _preparing(model, kernels)
     checks = Checks(kernels)
 
     def measure(cuts: StepCuts) -> Times:
@@ -104,7 +111,17 @@ def _layers(model: Model, recorder: Recorder, works: tuple[Work, ...]) -> StepMe
         plan = plans.at(cuts.attend)
         return tuple(_time(recorder, partial(run_layers, model, setting, plan, cuts, x, count)) / count for setting in settings)
 
-    return measure
+    return Bench(measure=measure, prepare=prepare)
+
+
+def _preparing(model: Model, kernels: dict[str, list[Alone]]) -> Callable[[str, Seq[Cut]], None]:
+    """A function that compiles the kernels of a part for several tile configurations at once. The defaults are compiled now."""
+
+    def prepare(part: str, cuts: Seq[Cut]) -> None:
+        compile_ahead(model.device, [partial(kernel.launch, 0, cut) for kernel in kernels[part] for cut in cuts])
+
+    compile_ahead(model.device, [partial(kernel.launch, 0, ()) for some in kernels.values() for kernel in some])
+    return prepare
 
 
 class Checks:

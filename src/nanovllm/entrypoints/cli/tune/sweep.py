@@ -11,7 +11,7 @@ from immutables import Map
 
 from nanovllm.config import ModelConfig
 from nanovllm.entrypoints.cli.tune.kernel_search import MARGIN, Found, Unfit
-from nanovllm.entrypoints.cli.tune.layer_search import StepMeasure, Together, search_together
+from nanovllm.entrypoints.cli.tune.layer_search import Bench, Together, search_together
 from nanovllm.models.fast.cuts import DEFAULT, StepCuts
 from nanovllm.models.tuning.launches import Machine, Work, works
 from nanovllm.ops.cuts import Cut
@@ -19,7 +19,7 @@ from nanovllm.ops.cuts import Cut
 HEAD_MARGIN = 0.03  # fraction of time that the head, which is timed alone, must save
 
 Works = tuple[Work, ...]
-Measuring = Callable[[Works], AbstractContextManager[StepMeasure]]
+Measuring = Callable[[Works], AbstractContextManager[Bench]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +82,8 @@ def run(
         before = {work.part: won.get((work.part, work.form), ()) for work in group}
         needed = HEAD_MARGIN if group[0].part == "head" else margin
         try:
-            with measuring(group) as measure:
-                found = search_together(group, machine, measure, before=before, margin=needed, tell=tell)
+            with measuring(group) as bench:
+                found = search_together(group, machine, bench, before=before, margin=needed, tell=tell)
         except Unfit as error:
             yield Result(works=group, found=None, why=str(error))
             continue
