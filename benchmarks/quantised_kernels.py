@@ -83,7 +83,7 @@ def matrices(config: ModelConfig) -> tuple[Matrix, ...]:
 def copies(kind: str, each: Matrix) -> list[QuantisedMatrix]:
     """As many copies of a quantised matrix as are larger than L2 together."""
     codes, group, rows = KINDS[kind]
-    first = quantised_problem(codes, 256, each.width, group=group, rows=rows, scales=BF16 if codes == "int4" else torch.float32, pairs=True)
+    first = quantised_problem(codes, 256, each.width, group=group, rows=rows, scales=BF16 if codes == "int4" else torch.float32, gpu=True)
     width = first.codes.shape[1] * first.codes.itemsize
     whole = torch.randint(0, 120, (each.outputs, width), dtype=torch.uint8, device=CUDA).view(first.codes.dtype)
     grid = (-(-each.outputs // rows), first.scales.shape[1])

@@ -17,7 +17,7 @@ from nanovllm.ops.linear.linear import linear
 from nanovllm.ops.linear.linear_add_norm import linear_add_norm
 from nanovllm.ops.linear.norm_linear import norm_linear
 from nanovllm.ops.linear.quantise import KINDS, Kind
-from nanovllm.ops.linear.quantised import QuantisedMatrix, laid_out, unpaired
+from nanovllm.ops.linear.quantised import QuantisedMatrix, cpu_layout, laid_out
 from nanovllm.ops.linear.quantised_tiles import FUSED_ROWS, SUMMED, FewTile, ManyTile
 from nanovllm.state.kv_cache import KVState
 from nanovllm.testing.models import random_model, tiny_config
@@ -38,7 +38,7 @@ FORMS: list[tuple[Kind, int, int, dict[str, Any]]] = [
 
 
 def every_code(kind: Kind) -> tuple[QuantisedMatrix, torch.Tensor]:
-    """A row for each code that is a number, of equal columns, and the numbers, of both halves of pairs."""
+    """A row for each code that is a number, of equal columns, and the numbers, of all columns of an element."""
     bits = torch.arange(256).to(torch.uint8)
     codes = bits if kind == "int4" else bits.view(torch.int8 if kind == "int8" else torch.float8_e4m3fn)
     codes = codes[codes.float().isfinite()]
@@ -59,14 +59,14 @@ def test_every_code_is_converted_exactly(kind: Kind, dtype: torch.dtype) -> None
         out = torch.empty(matrix.shape, dtype=dtype, device=CUDA)
         triton_quantised_many.dequantise(matrix, 0, out, asm)
         assert torch.equal(out.float(), numbers) and torch.equal(out.signbit(), numbers.signbit())
-        for half in (0, 64):
+        for first in (0, 32, 64, 96):
             x = torch.zeros(4, matrix.columns, dtype=dtype, device=CUDA)
-            x[range(4), range(half, half + 4)] = 1
-            want = numbers[:, half : half + 4].T
-            for tile in (FewTile(outputs=8, warps=1), FewTile(outputs=16, warps=1, depth=64)):
+            x[range(4), range(first, first + 4)] = 1
+            want = numbers[:, first : first + 4].T
+            for tile in (FewTile(outputs=8, warps=1), FewTile(outputs=16, warps=1, depth=128 // matrix.fields)):
                 few = triton_quantised_few.launch(x, matrix, None, None, None, 0.0, False, tile, False, asm=asm)
                 assert torch.equal(few.float(), want)
-            many = triton_quantised_many.product(x, matrix, None, False, ManyTile(depth=64), False, asm=asm)
+            many = triton_quantised_many.product(x, matrix, None, False, ManyTile(depth=128 // matrix.fields), False, asm=asm)
             assert torch.equal(many.float(), want)
 
 
@@ -78,7 +78,7 @@ def test_a_checkpoint_is_laid_out_for_the_gpu(tmp_path: Path, name: str) -> None
         here, there = (nv.load_model(where, device, "bfloat16", tokenizer=False, quantization=kind) for device in ("cuda", "cpu"))
         for one, other in zip(leaves(here), leaves(there), strict=True):
             if isinstance(other, QuantisedMatrix):
-                assert isinstance(one, QuantisedMatrix) and one.in_pairs
+                assert isinstance(one, QuantisedMatrix) and one.in_gpu_layout
                 assert torch.equal(one.dequantised(BF16).cpu(), other.dequantised(BF16))
 
 
@@ -86,7 +86,7 @@ def test_other_layouts_are_multiplied_all_the_same() -> None:
     """A matrix that a caller moved there as it was."""
     for kind in KINDS:
         matrix, x = quantised_problem(kind, 64, 136, device="cuda"), torch.randn(3, 136, device=CUDA).to(BF16)
-        torch.testing.assert_close(linear(x, unpaired(matrix)), linear(x, matrix), rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(linear(x, cpu_layout(matrix)), linear(x, matrix), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 100, FUSED_ROWS + 1])
@@ -112,14 +112,15 @@ def test_products(form: tuple[Kind, int, int, dict[str, Any]], rows: int) -> Non
     assert error(linear(x, matrix), wide_norm_linear(x, exact, None, None, None, 0.0, False)) < 1e-2
 
 
-@pytest.mark.parametrize("tile", [FewTile(outputs=8, warps=2), FewTile(outputs=16, warps=4, depth=64)])
+@pytest.mark.parametrize("dots", [False, True])
 @pytest.mark.parametrize("rows", [2, 3, SUMMED])
-def test_several_rows_by_the_kernel_for_few(rows: int, tile: FewTile) -> None:
+def test_several_rows_by_the_kernel_for_few(rows: int, dots: bool) -> None:
     """By all of its forms, of which the default takes one, for fewer rows."""
     from nanovllm.ops.linear import triton_quantised_few
 
     for kind in KINDS:
         matrix = quantised_problem(kind, 256, 1024, group=128, device="cuda")
+        tile = FewTile(outputs=16, warps=4, depth=128 // matrix.fields) if dots else FewTile(outputs=8, warps=2)
         x = torch.randn(rows, 1024, device=CUDA).to(BF16)
         new = dependent_launch(CUDA)
         got = triton_quantised_few.launch(x, matrix, None, None, None, 0.0, False, tile, new, asm=new)

@@ -29,7 +29,7 @@ def test_products(compiled: Compiled, form: tuple[Kind, int | None, int, bool, i
     from nanovllm.ops.linear import triton_quantised_few, triton_quantised_many
 
     (kind, group, rows, zeros, width, gated), outputs = form, 512
-    matrix = quantised_problem(kind, outputs, width, group=group, rows=rows, zeros=zeros, scales=BF16, pairs=True)
+    matrix = quantised_problem(kind, outputs, width, group=group, rows=rows, zeros=zeros, scales=BF16, gpu=True)
     asm = compiled.capability >= 90
     for count in (1, 2):
         gain = torch.ones(width, dtype=BF16 if count == 1 else torch.float32) if width < 12288 else None
@@ -58,7 +58,7 @@ def test_pairs_come_to_tensor_cores_without_byte_loads(
     """By copies of 16 bytes into shared memory, and `ldmatrix` out of it."""
     from nanovllm.ops.linear import triton_quantised_many
 
-    matrix, x = quantised_problem(kind, 512, 1024, group=group, rows=height, pairs=True), torch.zeros(rows, 1024, dtype=BF16)
+    matrix, x = quantised_problem(kind, 512, 1024, group=group, rows=height, gpu=True), torch.zeros(rows, 1024, dtype=BF16)
     tile = many_tile(matrix, rows, gated, PROCESSORS, compiled.memory)
     triton_quantised_many.product(x, matrix, None, gated, tile, compiled.pdl, asm=True)
     ptx = compiled[0].asm["ptx"]
@@ -70,7 +70,7 @@ def test_pairs_come_to_tensor_cores_without_byte_loads(
 def test_odd_forms_in_float16(compiled: Compiled, kind: Kind, group: int | None) -> None:  # noqa: F811
     from nanovllm.ops.linear import triton_quantised_many
 
-    matrix = quantised_problem(kind, 77, 331, group=group, zeros=kind != "fp8", pairs=True)
+    matrix = quantised_problem(kind, 77, 331, group=group, zeros=kind != "fp8", gpu=True)
     for count in (1, 100):
         x = torch.zeros(count, 331, dtype=torch.float16)
         tile = many_tile(matrix, count, False, PROCESSORS, compiled.memory)
@@ -105,7 +105,7 @@ def test_experts(compiled: Compiled, k: int, num: int, width: int, inner: int, f
 
 
 def experts_of_shape(kind: Kind, num: int, outputs: int, columns: int, group: int | None, rows: int, zeros: bool) -> QuantisedMatrix:
-    one = quantised_problem(kind, rows, columns, group=group, rows=rows, zeros=zeros, scales=BF16, pairs=True)
+    one = quantised_problem(kind, rows, columns, group=group, rows=rows, zeros=zeros, scales=BF16, gpu=True)
 
     def of(each: torch.Tensor, height: int) -> torch.Tensor:
         return torch.empty(num, height, each.shape[1], dtype=each.dtype, device="meta")

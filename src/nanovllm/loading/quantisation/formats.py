@@ -7,7 +7,8 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from nanovllm.errors import CheckpointError
-from nanovllm.ops.linear.quantised import QuantisedMatrix, packed
+from nanovllm.ops.linear.code_layouts import packed
+from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.types import Tensor
 
 SCALES = ("F32", "F16", "BF16")  # dtypes of scales, in the spelling of safetensors

@@ -18,12 +18,12 @@ ALIGNED = 128  # rows of the pieces of a matrix that is dequantised are a multip
 
 
 def runs(x: Tensor, weight: QuantisedMatrix, *others: Tensor | None) -> bool:
-    """Return whether the kernels can multiply: codes are in pairs, and tensors contiguous.
+    """Return whether the kernels can multiply: codes are laid out for a GPU, and tensors contiguous.
 
     Kernels read weights before earlier kernels have ended, so a weight must not be a copy.
     """
     weights = (weight.codes, weight.scales, weight.zeros, weight.order, *others)
-    readable = weight.in_pairs and all(each is None or each.is_contiguous() for each in weights)
+    readable = weight.in_gpu_layout and all(each is None or each.is_contiguous() for each in weights)
     return own_kernels(x.device, x.dtype) and len(x) > 0 and readable
 
 

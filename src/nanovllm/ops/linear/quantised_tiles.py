@@ -6,7 +6,8 @@ codes is read in a quarter of the time of bfloat16. `benchmarks/quantised_kernel
 
 from dataclasses import dataclass, replace
 
-from nanovllm.ops.linear.quantised import BLOCK, HALF, QuantisedMatrix
+from nanovllm.ops.linear.code_layouts import BLOCK
+from nanovllm.ops.linear.quantised import QuantisedMatrix
 
 SUMMED = 4  # rows of the kernel for few rows, at most: each row is in registers
 SUMMED_ROWS = 2  # up to so many rows, it is the default
@@ -23,7 +24,7 @@ VECTOR = 8  # bytes of codes that a thread loads at once, so that the inputs tha
 class FewTile:
     """Tile configuration of products of few rows: outputs per program, and warps, which divide the inputs among them.
 
-    `depth` is the number of pairs of codes of an output that a warp takes per step on tensor cores. 0: sums in float32.
+    `depth` is the number of elements of codes of an output that a warp takes per step on tensor cores. 0: sums in float32.
     """
 
     outputs: int
@@ -35,8 +36,8 @@ class FewTile:
 class ManyTile:
     """Tile configuration of products on tensor cores.
 
-    Its fields are outputs and rows per program, pairs of codes per output and loop step (`depth`), loop steps in flight (`stages`), parts
-    of the inputs, and warps.
+    Its fields are outputs and rows per program, elements of codes per output and loop step (`depth`), loop steps in flight (`stages`),
+    parts of the inputs, and warps.
     """
 
     outputs: int = 64
@@ -63,7 +64,7 @@ def regular(matrix: QuantisedMatrix) -> bool:
 
 def steps_of(matrix: QuantisedMatrix, warps: int) -> int:
     """Return in how many steps programs of `warps` warps read a row of codes."""
-    return -(-matrix.codes.shape[-1] * matrix.codes.itemsize // (32 * VECTOR * warps))
+    return -(-matrix.width * 2 // (32 * VECTOR * warps))
 
 
 def few_fits(tile: FewTile, matrix: QuantisedMatrix, gated: bool) -> bool:
@@ -73,11 +74,11 @@ def few_fits(tile: FewTile, matrix: QuantisedMatrix, gated: bool) -> bool:
     outputs = tile.outputs * (2 if gated else 1)
     if tile.depth == 0:
         return steps_of(matrix, tile.warps) * VECTOR // 4 * outputs <= MOST_HELD
-    width = matrix.codes.shape[-1]
-    whole = tile.outputs >= 16 and width % (tile.depth * tile.warps) == 0 and matrix.columns == 2 * width
+    width, span = matrix.width, BLOCK // matrix.fields
+    whole = tile.outputs >= 16 and width % (tile.depth * tile.warps) == 0 and matrix.columns == matrix.fields * width
     apart = matrix.scales.shape[-1] > 1 and (matrix.group % tile.depth or tile.depth > matrix.group)
-    one = tile.depth in (32, 64)  # a step stays in a block of columns
-    return whole and one and not apart and width * matrix.codes.itemsize * outputs // (128 * tile.warps) <= MOST_HELD
+    one = tile.depth in (span // 2, span)  # a step stays in a block of columns
+    return whole and one and not apart and width * 2 * outputs // (128 * tile.warps) <= MOST_HELD
 
 
 def few_tile(matrix: QuantisedMatrix, gated: bool) -> FewTile:
@@ -90,7 +91,7 @@ def few_tile(matrix: QuantisedMatrix, gated: bool) -> FewTile:
     rows = matrix.shape[0] // (2 if gated else 1)
     if matrix.bits == 4 and rows >= 16 * PROGRAMS // 2:
         for warps in (4, 8):
-            for depth in (64, 32):
+            for depth in (32, 16):
                 tile = FewTile(outputs=16, warps=warps, depth=depth)
                 if few_fits(tile, matrix, gated):
                     return tile
@@ -105,17 +106,17 @@ def few_tile(matrix: QuantisedMatrix, gated: bool) -> FewTile:
 
 
 def scale_form(matrix: QuantisedMatrix, depth: int) -> str:
-    """Return how the kernel for many rows applies scales with `depth` pairs of codes per step.
+    """Return how the kernel for many rows applies scales with `depth` elements of codes per step.
 
-    `"row"`: once at the end. `"step"`: after each step, one scale per output. `"halves"`: after each step, one scale for the low and one
-    for the high codes. `"spread"`: each weight is scaled and rounded before the product, as a dequantised weight is.
+    `"row"`: once at the end. `"step"`: after each step, one scale per output. `"fields"`: after each step, a scale for each field of an
+    element, which are columns apart. `"spread"`: each weight is scaled and rounded before the product, as a dequantised weight is.
     """
     if matrix.scales.shape[-1] == 1:
         return "row"
     group = matrix.group
     if group % depth:
         return "spread"
-    return "step" if group % BLOCK == 0 else "halves"
+    return "step" if group % BLOCK == 0 else "fields"
 
 
 def many_tile(matrix: QuantisedMatrix, rows: int, gated: bool, processors: int, memory: int, *, split: bool = False) -> ManyTile:
@@ -125,21 +126,21 @@ def many_tile(matrix: QuantisedMatrix, rows: int, gated: bool, processors: int, 
     """
     padded = min(128, max(16, 1 << (rows - 1).bit_length()))
     outputs = matrix.shape[0] // (2 if gated else 1)
-    depth = HALF
+    depth = BLOCK // matrix.fields
     if matrix.scales.shape[-1] > 1 and matrix.group < depth:
         depth = max(16, 1 << (matrix.group.bit_length() - 1))
     four = matrix.bits == 4
     # 64 outputs per 4 warps, so that no two warps convert the same codes.
     tall = 128 if padded >= (64 if four else 128) and not gated else 64
     warps = 8 if tall == 128 or padded == 128 else 4
-    parts, width = 1, matrix.codes.shape[-1]
+    parts, width = 1, matrix.width
     programs = -(-outputs // tall) * -(-rows // padded)
     while split and parts < (8 if four else 4) and programs * parts < 2 * processors and width // (parts * 2) >= 4 * depth:
         parts *= 2
     stages = 3 if padded >= (64 if four else 128) else 6 if four else 4
     tile = ManyTile(outputs=tall, rows=padded, depth=depth, stages=stages, parts=parts, warps=warps)
     if scale_form(matrix, depth) == "spread":  # a scale per weight comes to shared memory too
-        tile = replace(tile, outputs=64, rows=min(padded, 64), depth=32, stages=2, warps=4)
+        tile = replace(tile, outputs=64, rows=min(padded, 64), depth=min(32, depth), stages=2, warps=4)
     while tile.stages > 1 and not many_fits(tile, matrix, gated, memory, split=split):
         tile = replace(tile, stages=tile.stages - 1)
     return tile
@@ -152,7 +153,7 @@ def many_fits(tile: ManyTile, matrix: QuantisedMatrix, gated: bool, memory: int,
         return False
     if tile.warps > 16 or tile.stages < 1 or not 1 <= tile.parts <= (8 if split else 1):
         return False
-    if tile.depth > HALF:  # a step stays in a block of columns
+    if tile.depth > BLOCK // matrix.fields:  # a step stays in a block of columns
         return False
-    codes = tile.outputs * tile.depth * matrix.codes.itemsize * (2 if gated else 1)
-    return tile.stages * (codes + tile.rows * 2 * tile.depth * 2) <= memory
+    codes = tile.outputs * tile.depth * 2 * (2 if gated else 1)
+    return tile.stages * (codes + tile.rows * matrix.fields * tile.depth * 2) <= memory
