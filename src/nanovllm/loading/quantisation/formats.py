@@ -37,6 +37,11 @@ class MatrixFormat(Protocol):
         """The format in a few words, such as `"int4 in groups of 128"`."""
         ...
 
+    @property
+    def bits(self) -> int:
+        """Bits of a code: 4 or 8."""
+        ...
+
     def parts(self, rows: int, columns: int) -> Mapping[str, Part]:
         """The tensors of a matrix `[rows, columns]` by suffix.
 

@@ -3,8 +3,8 @@
 All functions are pure, and those that change a layout are exact inverses of one another. A block is 128 columns. The last block is filled
 with codes that belong to no column: zeros of 8 bits, and `MIDDLE` of 4 bits, which stands for 0 too.
 
-A GPU's kernels read elements of 16 bits, because the factors of tensor cores are made of them. An element holds the codes of several columns
-of a block that lie far apart, so that one field of neighbouring elements is a tile of neighbouring columns.
+A GPU's kernels read elements of 16 bits, because the factors of tensor cores are made of them. An element holds the codes of several
+columns of a block that lie far apart, so that one field of neighbouring elements is a tile of neighbouring columns.
 """
 
 import torch
@@ -15,6 +15,24 @@ BLOCK = 128  # columns whose codes are packed together
 HALF = BLOCK // 2
 QUARTER = BLOCK // 4
 MIDDLE = 8  # a 4-bit code is stored with this offset, so that a nibble is never negative
+
+
+def fill(bits: int, columns: int, gpu: bool) -> int:
+    """Count the codes of a row that fill its last block.
+
+    Args:
+        bits: Bits of a code: 4 or 8.
+        columns: The number of columns.
+        gpu: Whether the codes lie as the kernels of a GPU read them.
+
+    Returns:
+        The number of codes, less than 128. Codes of 8 bits need no fill on a CPU.
+
+    Examples:
+        >>> fill(4, 130, False), fill(8, 130, True), fill(8, 130, False), fill(8, 256, True)
+        (126, 126, 0, 0)
+    """
+    return -columns % BLOCK if gpu or bits == 4 else 0
 
 
 def packed(codes: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Products with a quantised matrix on a GPU: which kernel multiplies how many rows.
 
-Few rows are summed in float32, more are multiplied on tensor cores by a kernel that converts the codes it reads. Above `FUSED_ROWS` rows
-each program would repeat too much of the conversion, so the matrix is dequantised in pieces and torch multiplies.
+Few rows with a matrix of 8 bits are summed in float32. More rows are multiplied on tensor cores by kernels that convert the codes they
+read, and so are few rows with a matrix of 4 bits. Above `FUSED_ROWS` rows each program would repeat too much of the conversion, so the
+matrix is dequantised in pieces and torch multiplies.
 """
 
 from dataclasses import replace
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 
 from nanovllm.ops.backends import dependent_launch, own_kernels, processors, shared_memory
 from nanovllm.ops.linear.quantised import QuantisedMatrix
-from nanovllm.ops.linear.quantised_tiles import FUSED_ROWS, SCRATCH, few_tile, many_tile, serves_few
+from nanovllm.ops.linear.quantised_tiles import FUSED_ROWS, SCRATCH, few_tile, many_tile, serves_few, serves_split, split_tile
 from nanovllm.types import Float, Tensor
 
 ALIGNED = 128  # rows of the pieces of a matrix that is dequantised are a multiple of this number
@@ -66,12 +67,18 @@ def product(
     x: Float[Tensor, "B K"], weight: QuantisedMatrix, bias: Float[Tensor, "out"] | None, gated: bool = False, act: str = "silu"
 ) -> Float[Tensor, "B N"]:
     """Compute `x @ weight.T + bias`, or `act(gate) * up` of such a product, if `runs`."""
-    from nanovllm.ops.linear import triton_many_rows, triton_quantised_few, triton_quantised_many
+    from nanovllm.ops.linear import triton_many_rows, triton_quantised_few, triton_quantised_many, triton_quantised_split
 
     x, weight = in_order(x, weight)
     new = dependent_launch(x.device)
     if len(x) > FUSED_ROWS:
         y = by_dequantising(x, weight, bias)
+    elif serves_split(weight, len(x)):
+        alone = gated and bias is None
+        tile = split_tile(weight, len(x), alone, *_limits(x.device))
+        y = triton_quantised_split.product(x, weight, bias, alone, tile, new, act, new)
+        if alone:
+            return y
     elif gated and bias is None:
         tile = many_tile(weight, len(x), True, *_limits(x.device))
         return triton_quantised_many.product(x, weight, None, True, tile, new, act, new)
@@ -92,12 +99,18 @@ def product_add_norm(
     inner: Float[Tensor, "M"] | None,
 ) -> tuple[Float[Tensor, "B M"], Float[Tensor, "B M"]]:
     """Compute what `linear_add_norm` computes, if `runs`."""
-    from nanovllm.ops.linear import triton_many_rows, triton_quantised_many
+    from nanovllm.ops.linear import triton_many_rows, triton_quantised_many, triton_quantised_split
 
     x, weight = in_order(x, weight)
     new = dependent_launch(x.device)
     if len(x) > FUSED_ROWS:
         parts, bias = by_dequantising(x, weight, bias).unsqueeze(0), None
+    elif serves_split(weight, len(x)):
+        tile = split_tile(weight, len(x), False, *_limits(x.device), split=True)
+        if tile.parts == 1:
+            parts, bias = triton_quantised_split.product(x, weight, bias, False, tile, new, asm=new).unsqueeze(0), None
+        else:
+            parts = triton_quantised_split.partial_product(x, weight, tile, new, new)
     else:
         tile = many_tile(weight, len(x), False, *_limits(x.device), split=True)
         if tile.parts == 1:

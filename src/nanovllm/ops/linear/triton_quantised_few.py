@@ -1,11 +1,11 @@
-"""The Triton kernels of products of few rows with a quantised matrix, whose time is the time to read the codes.
+"""The Triton kernel of products of few rows with a quantised matrix, whose time is the time to read the codes.
 
 Import this module only if Triton is installed. A program loads its codes and scales before it waits for the kernel that makes its input
 (programmatic dependent launch). Only weights, norm weights and biases may be read before the wait.
 
-In `_few`, a thread loads 8 bytes of each output's codes and the inputs that belong to them, so that nothing moves between threads until the
-end. It sums the products of its 8 or 16 codes in float32, and multiplies the sum by their scale. In `_dots`, a warp multiplies a block of
-codes on tensor cores. The sums of all threads or warps are added once, in a fixed order.
+A thread loads 8 bytes of each output's codes and the inputs that belong to them, so that nothing moves between threads until the end. It
+sums the products of its 8 or 16 codes in float32, and multiplies the sum by their scale. The sums of all threads are added once, in a fixed
+order.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.ops.linear.quantised_tiles import FewTile
-from nanovllm.ops.linear.triton_codes import fields_of, in_field, in_word, numbers, operands, span_of, summand_of, unit_of, word_column
+from nanovllm.ops.linear.triton_codes import fields_of, in_field, in_word, operands, span_of, summand_of, word_column
 from nanovllm.ops.triton_parts import activated, gained, launch_options, rounded
 from nanovllm.types import Float, Tensor
 
@@ -182,126 +182,6 @@ def _few(
         tl.store(y + b * N + n, rounded(acc, biases, before[b], y.dtype.element_ty, BIAS, RESIDUAL), mask=there)
 
 
-@triton.constexpr_function
-def _number(step, part, field, parts, factors, groups):
-    """Return the number of the scales and zeros of a step: one for the whole row, or `factors` for each step and part."""
-    return part if groups == 1 else (step * parts + part) * factors + min(field, factors - 1)
-
-
-@triton.jit
-def _dots(
-    x, gain, codes, scales, zeros, bias, residual, y, N, eps, B: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, KS: tl.constexpr,
-    D: tl.constexpr, BN: tl.constexpr, NIBBLES: tl.constexpr, FP8: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    ROWS: tl.constexpr, ZEROS: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr,
-    ACT: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Compute the same on tensor cores: KS warps take D elements of codes each, in WIDTH / (KS D) steps, and their sums are added at the end.
-
-    The rows are columns of the right factor; its 8 columns repeat them.
-    """
-    if PDL:
-        gdc_launch_dependents()
-    STEPS: tl.constexpr = WIDTH // (KS * D)
-    PARTS: tl.constexpr = 2 if GATED else 1
-    FIELDS: tl.constexpr = fields_of(NIBBLES)
-    SPAN: tl.constexpr = span_of(NIBBLES)
-    APART: tl.constexpr = GROUP % 128 != 0 and GROUPS > 1
-    FACTORS: tl.constexpr = FIELDS if APART else 1
-    dtype: tl.constexpr = x.dtype.element_ty
-    UNIT: tl.constexpr = unit_of(dtype, NIBBLES, ASM)
-    n, s, d = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, KS), tl.arange(0, D)
-    row = tl.minimum(n, N - 1)  # what is read for outputs beyond the last is not stored
-    held = ()
-    factors = ()
-    for step in tl.static_range(STEPS):
-        start = (step * KS + s) * D
-        column = start // SPAN * 128 + start % SPAN
-        for part in tl.static_range(PARTS):
-            wide = (row + part * N).to(tl.int64)
-            at = codes + wide[None, :, None] * WIDTH + start[:, None, None] + d[None, None, :]
-            held += (tl.load(at, eviction_policy="evict_first"),)
-            if GROUPS > 1:
-                for field in tl.static_range(FACTORS):
-                    group = (column + SPAN * field) // GROUP
-                    factors += (_scales(scales, zeros, ((row + part * N) // ROWS * GROUPS)[None, :], group[:, None], ZEROS),)
-    if GROUPS == 1:
-        for part in tl.static_range(PARTS):
-            factors += (_scales(scales, zeros, (row + part * N)[None, :] // ROWS, 0, ZEROS),)
-    gains = ()
-    if NORM:
-        for step in tl.static_range(STEPS):
-            start = (step * KS + s) * D
-            column = (start // SPAN * 128 + start % SPAN)[:, None] + d[None, :]
-            for field in tl.static_range(FIELDS):
-                gains += (tl.load(gain + column + SPAN * field),)
-    biases = tl.load(bias + row) if BIAS else 0.0
-    if PDL:
-        gdc_wait()
-    rows = ()
-    before = ()
-    for step in tl.static_range(STEPS):
-        start = (step * KS + s) * D
-        column = (start // SPAN * 128 + start % SPAN)[:, None] + d[None, :]
-        for field in tl.static_range(FIELDS):
-            for b in tl.static_range(B):
-                rows += (tl.load(x + b * K + column + SPAN * field),)
-    norms = ()
-    for b in tl.static_range(B):
-        before += (tl.load(residual + b * N + row) if RESIDUAL else 0.0,)
-        if NORM:
-            squares = tl.zeros([KS, D], tl.float32)
-            for each in tl.static_range(STEPS * FIELDS):
-                wide = rows[each * B + b].to(tl.float32)
-                squares += wide * wide
-            norms += (tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / K + eps),)
-    each_column = tl.arange(0, 8)[None, None, :] % B
-    acc = tl.zeros([KS, BN, 8], tl.float32)
-    other = tl.zeros([KS, BN, 8], tl.float32)
-    for step in tl.static_range(STEPS):
-        inputs = ()
-        for field in tl.static_range(FIELDS):
-            for b in tl.static_range(B):
-                xx = rows[(step * FIELDS + field) * B + b]
-                if NORM:
-                    xx = gained(xx.to(tl.float32) * norms[b], gains[step * FIELDS + field], dtype)
-                one = tl.broadcast_to(xx[:, :, None], [KS, D, 8])
-                both = one if b == 0 else tl.where(each_column == b, one, both)
-            inputs += (both,)
-        for part in tl.static_range(PARTS):
-            tiles = numbers(held[step * PARTS + part], dtype, NIBBLES, FP8, ASM)
-            before_it = acc if part == 0 else other
-            total = before_it if GROUPS == 1 or APART else tl.zeros([KS, BN, 8], tl.float32)
-            for field in tl.static_range(FIELDS):
-                tile = tiles[field]
-                if ZEROS:
-                    zero = factors[_number(step, part, field, PARTS, FACTORS, GROUPS)][1] * (1 / UNIT)
-                    tile -= tl.broadcast_to(zero.to(dtype)[:, :, None], tile.shape)
-                if APART:
-                    scale = factors[_number(step, part, field, PARTS, FACTORS, GROUPS)][0] * UNIT
-                    total += tl.dot(tile, inputs[field]) * scale[:, :, None]
-                else:
-                    total = tl.dot(tile, inputs[field], total)
-            if GROUPS > 1 and not APART:
-                total = before_it + total * (factors[step * PARTS + part][0] * UNIT)[:, :, None]
-            if part == 0:
-                acc = total
-            else:
-                other = total
-    if GROUPS == 1:
-        acc *= factors[0][0][:, :, None] * UNIT
-        if GATED:
-            other *= factors[1][0][:, :, None] * UNIT
-    whole = tl.sum(acc, 0)
-    if GATED:
-        ups = tl.sum(other, 0)
-    for b in tl.static_range(B):
-        column = tl.arange(0, 8)[None, :] == b
-        out = tl.sum(tl.where(column, whole, 0.0), 1)
-        if GATED:
-            out = activated(out, tl.sum(tl.where(column, ups, 0.0), 1), y.dtype.element_ty, ACT)
-        tl.store(y + b * N + n, rounded(out, biases, before[b], y.dtype.element_ty, BIAS, RESIDUAL), mask=n < N)
-
-
 def launch(
     x: Float[Tensor, "B K"],
     weight: QuantisedMatrix,
@@ -325,21 +205,13 @@ def launch(
     y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     words = weight.width // 2
     threads = min(32 * tile.warps, triton.next_power_of_2(triton.cdiv(words, 2)))
-    tensors = (
-        x, x if gain is None else gain, *operands(weight, words=not tile.depth), x if bias is None else bias,
-        x if residual is None else residual, y,
-    )  # fmt: skip
     kind = (weight.bits == 4, weight.kind == "fp8", weight.group, weight.scales.shape[1], weight.rows, weight.zeros is not None)
     whole = outputs % tile.outputs == 0 and words % (2 * threads) == 0
     flags = (gain is not None, bias is not None, residual is not None, gated, act, whole, asm, pdl)
-    options = launch_options(tile.warps, pdl)
-    grid = (triton.cdiv(outputs, tile.outputs),)
+    kernel: Any = _few
     with torch.cuda.device_of(x):
-        if tile.depth:
-            kernel: Any = _dots
-            sizes = (weight.width, tile.warps, tile.depth, tile.outputs)
-            kernel[grid](*tensors, outputs, eps, rows, width, *sizes, *kind, *flags[:5], asm, pdl, **options)
-        else:
-            kernel = _few
-            kernel[grid](*tensors, outputs, eps, rows, width, words, threads, tile.outputs, *kind, *flags, **options)
+        kernel[(triton.cdiv(outputs, tile.outputs),)](
+            x, x if gain is None else gain, *operands(weight, words=True), x if bias is None else bias, x if residual is None else residual,
+            y, outputs, eps, rows, width, words, threads, tile.outputs, *kind, *flags, **launch_options(tile.warps, pdl),
+        )  # fmt: skip
     return y
