@@ -3,13 +3,15 @@
     python benchmarks/quantised_kernels.py --model Qwen3-8B --part few --output benchmarks/results/h200-quantised-few.json
 
 The parts:
-- `few`: 1 row, the kernel for few rows with several tiles, and the kernel for many rows beside it. Each with the fusions of a step.
-- `many`: 8, 64 and 256 rows on tensor cores, with several tiles.
+- `few`: 1 row, the kernel for few rows, the kernel whose warps divide the inputs and the kernel for many rows, with several tiles. Each
+  with the fusions of a step.
+- `many`: 8, 16, 64 and 256 rows on tensor cores, with several tiles.
 - `long`: 256 to 2048 rows, the kernel on tensor cores beside a dequantised matrix that torch multiplies, for `FUSED_ROWS`, and beside
   activations that are rounded to FP8, too.
 
 A call runs inside a CUDA graph over several copies of its weights, which together are larger than L2, so that every call reads from memory.
-The share is the time of the same product of this package in bfloat16, divided by the time. Kernels are compiled ahead, in threads.
+The share is the time of the same product of this package in bfloat16, divided by the time. The first line of a kernel is its default tile.
+Kernels are compiled ahead, in threads.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +38,26 @@ from nanovllm.ops.linear.norm_linear import norm_linear
 from nanovllm.ops.linear.quantise import Kind
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.ops.linear.quantised_cuda import by_dequantising
-from nanovllm.ops.linear.quantised_tiles import SUMMED_ROWS, FewTile, ManyTile, few_fits, few_tile, many_fits, many_tile
+from nanovllm.ops.linear.quantised_tiles import (
+    SPLIT_ROWS,
+    SUMMED_ROWS,
+    FewTile,
+    ManyTile,
+    SplitTile,
+    few_fits,
+    few_tile,
+    many_fits,
+    many_tile,
+    split_fits,
+    split_tile,
+)
 from nanovllm.testing.quantised_problems import quantised_problem
 
 CUDA, BF16, EPS = torch.device("cuda"), torch.bfloat16, 1e-6
 COPIES = 120 << 20  # bytes of all copies of a matrix, at least; L2 has 50 MB
 WIDTHS = (9, 8, 5, 12, 24, 9, 6, 9, 5)  # of the columns of the table
-PARTS = {"few": (1,), "many": (8, 64, 256), "long": (256, 512, 1024, 2048)}
+SPLIT_OUTPUTS, SPLIT_WARPS, SPLIT_STAGES = (16, 32, 64), (4, 8), (3, 4, 6)  # of tiles that are compared
+PARTS = {"few": (1,), "many": (8, 16, 64, 256), "long": (256, 512, 1024, 2048)}
 KINDS: dict[str, tuple[Kind, int | None, int]] = {  # kind of codes, columns and rows of a scale
     "int4": ("int4", 128, 1), "fp8-block": ("fp8", 128, 128), "fp8": ("fp8", None, 1), "int8": ("int8", None, 1),
 }  # fmt: skip
@@ -82,7 +98,7 @@ def matrices(config: ModelConfig) -> tuple[Matrix, ...]:
 def copies(kind: str, each: Matrix) -> list[QuantisedMatrix]:
     """As many copies of a quantised matrix as are larger than L2 together."""
     codes, group, rows = KINDS[kind]
-    first = quantised_problem(codes, 256, each.width, group=group, rows=rows, scales=BF16 if codes == "int4" else torch.float32, pairs=True)
+    first = quantised_problem(codes, 256, each.width, group=group, rows=rows, scales=BF16 if codes == "int4" else torch.float32, gpu=True)
     width = first.codes.shape[1] * first.codes.itemsize
     whole = torch.randint(0, 120, (each.outputs, width), dtype=torch.uint8, device=CUDA).view(first.codes.dtype)
     grid = (-(-each.outputs // rows), first.scales.shape[1])
@@ -107,19 +123,8 @@ def few_ways(each: Matrix, weight: QuantisedMatrix, given: dict[str, Any]) -> It
     from nanovllm.ops.linear import triton_quantised_few
 
     new, usual = dependent_launch(CUDA), few_tile(weight, each.gated)
-    near = [
-        (8, 4, 0),
-        (16, 4, 0),
-        (8, 8, 0),
-        (16, 8, 0),
-        (4, 4, 0),
-        (16, 2, 64),
-        (16, 4, 64),
-        (32, 4, 64),
-        (16, 8, 64),
-        (32, 8, 64),
-    ]
-    tiles = dict.fromkeys([usual, *(FewTile(outputs=outputs, warps=warps, depth=depth) for outputs, warps, depth in near)])
+    near = [(8, 4), (16, 4), (8, 8), (16, 8), (4, 4)]
+    tiles = dict.fromkeys([usual, *(FewTile(outputs=outputs, warps=warps) for outputs, warps in near)])
     for tile in tiles:
         if not few_fits(tile, weight, each.gated):
             continue
@@ -129,6 +134,32 @@ def few_ways(each: Matrix, weight: QuantisedMatrix, given: dict[str, Any]) -> It
             return triton_quantised_few.launch(given["x"], w, gain, None, given.get("residual"), EPS, each.gated, tile, new, asm=new)
 
         yield Way(name="few", tile=astuple(tile), call=call)
+
+
+def split_ways(each: Matrix, weight: QuantisedMatrix, rows: int, given: dict[str, Any]) -> Iterator[Way]:
+    """The kernel whose warps divide the inputs, with tiles about the default, as a step of few rows calls it, after its norm."""
+    from nanovllm.ops.linear import triton_many_rows, triton_quantised_split
+
+    new, memory = dependent_launch(CUDA), shared_memory(CUDA)
+    usual = split_tile(weight, rows, each.gated, processors(CUDA), memory, split=each.added)
+    parts = (1, 2, 4) if each.added else (1,)
+    near = product(SPLIT_OUTPUTS, SPLIT_WARPS, SPLIT_STAGES, parts)
+    tiles = [replace(usual, outputs=outputs, warps=warps, stages=stages, parts=part) for outputs, warps, stages, part in near]
+    for tile in dict.fromkeys([usual, *tiles]):
+        if not split_fits(tile, weight, rows, each.gated, memory, split=each.added):
+            continue
+
+        def call(w: QuantisedMatrix, tile: SplitTile = tile) -> object:
+            x = given["x"]
+            if tile.parts > 1:
+                y = triton_quantised_split.partial_product(x, w, tile, new, new)
+            else:
+                y = triton_quantised_split.product(x, w, None, each.gated, tile, new, asm=new)
+            if not each.added:
+                return y
+            return triton_many_rows.sum_norm(y if tile.parts > 1 else y[None], None, given["residual"], given["gain"], EPS, new)
+
+        yield Way(name="split", tile=astuple(tile), call=call)
 
 
 def many_ways(each: Matrix, weight: QuantisedMatrix, rows: int, given: dict[str, Any], changes: list[dict[str, int]]) -> Iterator[Way]:
@@ -160,8 +191,11 @@ def ways(part: str, each: Matrix, weight: QuantisedMatrix, rows: int, given: dic
     """What a part compares for one matrix and number of rows."""
     if part == "few":
         yield from few_ways(each, weight, given)
+        yield from split_ways(each, weight, rows, given)
         yield from many_ways(each, weight, rows, given, [{"stages": 8}, {"outputs": 32, "warps": 2}, {"parts": 8} if each.added else {}])
     elif part == "many":
+        if rows <= SPLIT_ROWS:
+            yield from split_ways(each, weight, rows, given)
         tall = {"outputs": 128, "warps": 8} if not each.gated else {"warps": 8}
         changes = [tall, {"outputs": 64, "warps": 4}, {"rows": 64}, *({"stages": stages} for stages in (2, 3, 4, 6))]
         yield from many_ways(each, weight, rows, given, changes)

@@ -14,14 +14,23 @@ from nanovllm.loading.quantisation.rounding import Rounding, rounded_params
 from nanovllm.models.common.batch import Batch
 from nanovllm.models.fast import fused
 from nanovllm.ops.attention.fused_plan import FusedDecodePlan
-from nanovllm.ops.backends import dependent_launch
+from nanovllm.ops.backends import dependent_launch, shared_memory
 from nanovllm.ops.linear import scaled_product
 from nanovllm.ops.linear.linear import linear
 from nanovllm.ops.linear.linear_add_norm import linear_add_norm
 from nanovllm.ops.linear.norm_linear import norm_linear
 from nanovllm.ops.linear.quantise import KINDS, Kind
-from nanovllm.ops.linear.quantised import QuantisedMatrix, laid_out, unpaired
-from nanovllm.ops.linear.quantised_tiles import FUSED_ROWS, SUMMED, FewTile, ManyTile
+from nanovllm.ops.linear.quantised import QuantisedMatrix, cpu_layout, laid_out
+from nanovllm.ops.linear.quantised_tiles import (
+    FUSED_ROWS,
+    SPLIT_ROWS,
+    SUMMED,
+    FewTile,
+    ManyTile,
+    SplitTile,
+    split_fits,
+    split_tile,
+)
 from nanovllm.state.kv_cache import KVState
 from nanovllm.testing.models import random_model, tiny_config
 from nanovllm.testing.problems import wide_norm_linear
@@ -42,7 +51,7 @@ FORMS: list[tuple[Kind, int, int, dict[str, Any]]] = [
 
 
 def every_code(kind: Kind) -> tuple[QuantisedMatrix, torch.Tensor]:
-    """A row for each code that is a number, of equal columns, and the numbers, of both halves of pairs."""
+    """A row for each code that is a number, of equal columns, and the numbers, of all columns of an element."""
     bits = torch.arange(256).to(torch.uint8)
     codes = bits if kind == "int4" else bits.view(torch.int8 if kind == "int8" else torch.float8_e4m3fn)
     codes = codes[codes.float().isfinite()]
@@ -55,7 +64,7 @@ def every_code(kind: Kind) -> tuple[QuantisedMatrix, torch.Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_code_is_converted_exactly(kind: Kind, dtype: torch.dtype) -> None:
     """By assembly and by plain operations, in every place of a word."""
-    from nanovllm.ops.linear import triton_quantised_few, triton_quantised_many
+    from nanovllm.ops.linear import triton_quantised_few, triton_quantised_many, triton_quantised_split
 
     matrix, numbers = every_code(kind)
     ways = (False, True) if dependent_launch(CUDA) else (False,)
@@ -63,14 +72,15 @@ def test_every_code_is_converted_exactly(kind: Kind, dtype: torch.dtype) -> None
         out = torch.empty(matrix.shape, dtype=dtype, device=CUDA)
         triton_quantised_many.dequantise(matrix, 0, out, asm)
         assert torch.equal(out.float(), numbers) and torch.equal(out.signbit(), numbers.signbit())
-        for half in (0, 64):
+        for first in (0, 32, 64, 96):
             x = torch.zeros(4, matrix.columns, dtype=dtype, device=CUDA)
-            x[range(4), range(half, half + 4)] = 1
-            want = numbers[:, half : half + 4].T
-            for tile in (FewTile(outputs=8, warps=1), FewTile(outputs=16, warps=1, depth=64)):
-                few = triton_quantised_few.launch(x, matrix, None, None, None, 0.0, False, tile, False, asm=asm)
-                assert torch.equal(few.float(), want)
-            many = triton_quantised_many.product(x, matrix, None, False, ManyTile(depth=64), False, asm=asm)
+            x[range(4), range(first, first + 4)] = 1
+            want = numbers[:, first : first + 4].T
+            few = triton_quantised_few.launch(x, matrix, None, None, None, 0.0, False, FewTile(outputs=8, warps=1), False, asm=asm)
+            assert torch.equal(few.float(), want)
+            tile = SplitTile(depth=128 // matrix.fields, warps=1)
+            assert torch.equal(triton_quantised_split.product(x, matrix, None, False, tile, False, asm=asm).float(), want)
+            many = triton_quantised_many.product(x, matrix, None, False, ManyTile(depth=128 // matrix.fields), False, asm=asm)
             assert torch.equal(many.float(), want)
 
 
@@ -83,7 +93,7 @@ def test_a_checkpoint_is_laid_out_for_the_gpu(tmp_path: Path, name: str) -> None
         here, there = (nv.load_model(where, device, "bfloat16", tokenizer=False, quantization=kind) for device in ("cuda", "cpu"))
         for one, other in zip(leaves(here), leaves(there), strict=True):
             if isinstance(other, QuantisedMatrix):
-                assert isinstance(one, QuantisedMatrix) and one.in_pairs
+                assert isinstance(one, QuantisedMatrix) and one.in_gpu_layout
                 assert torch.equal(one.dequantised(BF16).cpu(), other.dequantised(BF16))
 
 
@@ -91,7 +101,7 @@ def test_other_layouts_are_multiplied_all_the_same() -> None:
     """A matrix that a caller moved there as it was."""
     for kind in KINDS:
         matrix, x = quantised_problem(kind, 64, 136, device="cuda"), torch.randn(3, 136, device=CUDA).to(BF16)
-        torch.testing.assert_close(linear(x, unpaired(matrix)), linear(x, matrix), rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(linear(x, cpu_layout(matrix)), linear(x, matrix), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 100, FUSED_ROWS + 1])
@@ -158,12 +168,12 @@ def test_a_model_with_activations_in_fp8() -> None:
         assert one.logprobs != other.logprobs  # it does something
 
 
-@pytest.mark.parametrize("tile", [FewTile(outputs=8, warps=2), FewTile(outputs=16, warps=4, depth=64)])
 @pytest.mark.parametrize("rows", [2, 3, SUMMED])
-def test_several_rows_by_the_kernel_for_few(rows: int, tile: FewTile) -> None:
-    """By all of its forms, of which the default takes one, for fewer rows."""
+def test_several_rows_by_the_kernel_for_few(rows: int) -> None:
+    """More than it takes by default."""
     from nanovllm.ops.linear import triton_quantised_few
 
+    tile = FewTile(outputs=8, warps=2)
     for kind in KINDS:
         matrix = quantised_problem(kind, 256, 1024, group=128, device="cuda")
         x = torch.randn(rows, 1024, device=CUDA).to(BF16)
@@ -171,6 +181,37 @@ def test_several_rows_by_the_kernel_for_few(rows: int, tile: FewTile) -> None:
         got = triton_quantised_few.launch(x, matrix, None, None, None, 0.0, False, tile, new, asm=new)
         one = triton_quantised_few.launch(x[:1], matrix, None, None, None, 0.0, False, tile, new, asm=new)
         assert error(got, x.double() @ matrix.dequantised(torch.float64).T) < 5e-3 and torch.equal(got[:1], one)
+
+
+SPLIT: list[tuple[Kind, dict[str, Any]]] = [
+    ("int4", {"group": 128, "scales": BF16}), ("int4", {"group": 64, "zeros": True}), ("int4", {"group": 32, "scales": torch.float16}),
+    ("int4", {"group": None, "zeros": True}), ("fp8", {"group": 128, "rows": 128, "scales": BF16}), ("int8", {"group": None}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [1, 7, SPLIT_ROWS])
+@pytest.mark.parametrize("form", SPLIT)
+def test_warps_that_divide_the_inputs(form: tuple[Kind, dict[str, Any]], rows: int) -> None:
+    """For every kind, by assembly and by plain operations, with tiles about the default; the bits of a row are its own."""
+    from nanovllm.ops.linear import triton_quantised_split
+
+    kind, more = form
+    matrix = quantised_problem(kind, 512, 2048, **more, device="cuda")
+    x, exact = torch.randn(rows, 2048, device=CUDA).to(BF16), matrix.dequantised(torch.float64)
+    usual, memory = split_tile(matrix, rows, False, 132, shared_memory(CUDA)), shared_memory(CUDA)
+    for new in {False, dependent_launch(CUDA)}:
+        for change in ({}, {"outputs": 16, "warps": 4}, {"outputs": 64, "warps": 2, "stages": 2}, {"warps": 8, "stages": 3}):
+            tile = replace(usual, **change)
+            if not split_fits(tile, matrix, rows, True, memory, split=False):
+                continue
+            got = triton_quantised_split.product(x, matrix, None, False, tile, new, asm=new)
+            assert error(got, x.double() @ exact.T) < 5e-3
+            others = torch.cat((x[:1], x[1:] + 1))
+            assert torch.equal(got[:1], triton_quantised_split.product(others, matrix, None, False, tile, new, asm=new)[:1])
+            gated = triton_quantised_split.product(x, matrix, None, True, tile, new, asm=new)
+            assert error(gated, wide_norm_linear(x, exact, None, None, None, 0.0, True)) < 1e-2
+        parts = triton_quantised_split.partial_product(x, matrix, replace(usual, parts=2, warps=4), new, new)
+        assert error(parts.sum(0), x.double() @ exact.T) < 5e-3
 
 
 @pytest.mark.parametrize("rows", [1, 8, 100])

@@ -26,8 +26,9 @@ from nanovllm.loading.quantisation.rounding import quantisable
 from nanovllm.loading.safetensors_headers import PICKLED, TensorHeader, read_headers
 from nanovllm.loading.shards import Shards
 from nanovllm.loading.transformers.spec import TransformersSpec
+from nanovllm.ops.linear.code_layouts import unpacked
 from nanovllm.ops.linear.quantise import GROUP, Kind, quantise
-from nanovllm.ops.linear.quantised import unpacked, unpaired
+from nanovllm.ops.linear.quantised import cpu_layout
 from nanovllm.types import FLOATS, Tensor
 
 Format = Literal["fp8", "int8", "w4a16"]
@@ -187,7 +188,7 @@ def _encoded(module: str, weight: Tensor, scheme: Scheme, name: str) -> dict[str
     """The tensors of a quantised matrix as compressed-tensors stores them."""
     if not weight.isfinite().all():
         raise CheckpointError(f"{name} has weights that are infinite or NaN")
-    matrix = unpaired(quantise(weight, scheme.kind))
+    matrix = cpu_layout(quantise(weight, scheme.kind))
     parts = {"weight_scale": matrix.scales}
     if scheme.kind == "int4":
         parts |= {"weight_packed": packed_words(unpacked(matrix.codes, matrix.columns)), "weight_shape": torch.tensor(weight.shape)}

@@ -7,15 +7,16 @@ import torch
 from torch.utils import _pytree as pytree
 
 from nanovllm.models.common.params import Params
+from nanovllm.ops.linear.code_layouts import packed
 from nanovllm.ops.linear.quantise import Kind, quantise
-from nanovllm.ops.linear.quantised import QuantisedMatrix, joined, laid_out, packed, paired
+from nanovllm.ops.linear.quantised import QuantisedMatrix, gpu_layout, joined, laid_out
 from nanovllm.testing.problems import routed
 from nanovllm.types import Tensor
 
 
 def quantised_problem(
     kind: Kind, outputs: int, columns: int, *, group: int | None = None, rows: int = 1, zeros: bool = False, order: bool = False,
-    scales: torch.dtype = torch.float32, spread: float = 1.0, device: str = "cpu", seed: int = 0, pairs: bool = False,
+    scales: torch.dtype = torch.float32, spread: float = 1.0, device: str = "cpu", seed: int = 0, gpu: bool = False,
 ) -> QuantisedMatrix:  # fmt: skip
     """Return a matrix of random codes, all values of which occur if it is large enough. Weights are about `1 / sqrt(columns)`.
 
@@ -31,7 +32,7 @@ def quantised_problem(
         spread: The ratio of the largest scale to the smallest, about.
         device: The device of the matrix.
         seed: Another seed gives other codes, scales, zeros and another order.
-        pairs: Whether the matrix is laid out for the kernels of a GPU wherever it is; otherwise for its device.
+        gpu: Whether the matrix is laid out for the kernels of a GPU wherever it is; otherwise for its device.
     """
     random = torch.Generator().manual_seed(outputs * columns + (group or 0) + seed)
     if kind == "fp8":
@@ -54,21 +55,21 @@ def quantised_problem(
         group=wide,
         rows=rows,
     )
-    return _placed(matrix, device, pairs)
+    return _placed(matrix, device, gpu)
 
 
-def _placed(matrix: QuantisedMatrix, device: str, pairs: bool) -> QuantisedMatrix:
+def _placed(matrix: QuantisedMatrix, device: str, gpu: bool) -> QuantisedMatrix:
     moved = pytree.tree_map(lambda each: None if each is None else each.to(device), matrix)
-    return paired(moved) if pairs else laid_out(moved)
+    return gpu_layout(moved) if gpu else laid_out(moved)
 
 
 def quantised_experts_problem(
     kind: Kind, tokens: int, k: int, num: int, width: int, inner: int, *, dtype: torch.dtype = torch.float32, device: str = "cpu",
-    routing: str = "random", pairs: bool = False, **form: Any,
+    routing: str = "random", gpu: bool = False, **form: Any,
 ) -> tuple[Tensor, QuantisedMatrix, QuantisedMatrix, Tensor, Tensor]:  # fmt: skip
     """Return inputs of `quantised_experts`. `form` are options of `quantised_problem`; all experts have the order of the first.
 
-    `pairs` is as in `quantised_problem`. The other arguments are those of `experts_problem`.
+    `gpu` is as in `quantised_problem`. The other arguments are those of `experts_problem`.
     """
     torch.manual_seed(tokens * width + inner)
     x = torch.randn(tokens, width, device=device).to(dtype)
@@ -77,7 +78,7 @@ def quantised_experts_problem(
         each = [quantised_problem(kind, outputs, columns, seed=seed, **form) for seed in range(num)]
         stacked = joined([replace(one, order=each[0].order) for one in each], dim=0)
         assert stacked is not None
-        return _placed(stacked, device, pairs)
+        return _placed(stacked, device, gpu)
 
     return x, experts(2 * inner, width), experts(width, inner), *routed(tokens, k, num, dtype, device, routing)
 

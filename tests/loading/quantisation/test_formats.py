@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 import nanovllm as nv
 from nanovllm.config import ModelConfig
 from nanovllm.errors import CheckpointError, InvalidRequestError
-from nanovllm.ops.linear.quantised import QuantisedMatrix, paired
+from nanovllm.ops.linear.quantised import QuantisedMatrix, gpu_layout
 from nanovllm.testing.models import save_hf_folder, tiny_config
 from tests.loading.quantisation.encoders import ENCODERS, Encoder
 
@@ -77,7 +77,7 @@ def test_a_checkpoint_becomes_the_weights_that_it_stands_for(tmp_path: Path, nam
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("loading.quantisation.arranging", "ops.linear.quantise"):
-        monkeypatch.setattr(f"nanovllm.{module}.laid_out", paired)
+        monkeypatch.setattr(f"nanovllm.{module}.laid_out", gpu_layout)
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "Ernie4_5ForCausalLM"])
@@ -90,7 +90,7 @@ def test_matrices_are_laid_out_for_a_gpu(tmp_path: Path, name: str, architecture
     quantised, rounded = load(folder), load(plain, quantization="fp8", quantize_head=True)
     require_equal(quantised, load(plain), {ENCODERS[name].kind})
     for model in (quantised, rounded):
-        assert all(leaf.in_pairs for leaf in leaves(model) if isinstance(leaf, QuantisedMatrix))
+        assert all(leaf.in_gpu_layout for leaf in leaves(model) if isinstance(leaf, QuantisedMatrix))
     assert rounded.fingerprint == here.fingerprint
     for one, other in zip(leaves(rounded), leaves(here), strict=True):
         assert isinstance(one, QuantisedMatrix) == isinstance(other, QuantisedMatrix)

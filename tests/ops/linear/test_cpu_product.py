@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from nanovllm.ops.cpu.build import find_compiler, library
 from nanovllm.ops.cpu.native import SOURCE, SYMBOLS
 from nanovllm.ops.linear import cpu_product
+from nanovllm.ops.linear.code_layouts import BLOCK, packed
 from nanovllm.ops.linear.cpu_product import as_struct, cells, product, serves, unsupported
 from nanovllm.ops.linear.padded import padded_linear
 from nanovllm.ops.linear.quantise import KINDS, Kind, quantise
-from nanovllm.ops.linear.quantised import BLOCK, QuantisedMatrix, packed, spread
+from nanovllm.ops.linear.quantised import QuantisedMatrix, spread
 from nanovllm.ops.linear.quantised_linear import quantised_linear
 
 pytestmark = pytest.mark.skipif(library(SOURCE, SYMBOLS) is None, reason="no C compiler")

@@ -7,9 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nanovllm.ops.linear.code_layouts import from_quads, packed, quads, unpacked
 from nanovllm.ops.linear.linear import linear
 from nanovllm.ops.linear.quantise import KINDS, Kind, quantise
-from nanovllm.ops.linear.quantised import QuantisedMatrix, by_row, joined, laid_out, packed, paired, unpacked, unpaired
+from nanovllm.ops.linear.quantised import QuantisedMatrix, by_row, cpu_layout, gpu_layout, joined, laid_out
 from nanovllm.ops.linear.quantised_linear import plain_linear, quantised_linear
 from nanovllm.ops.moe.experts import experts
 from nanovllm.ops.moe.quantised_experts import any_experts, plain_experts
@@ -59,41 +60,55 @@ def test_packing_loses_nothing(seed: int, rows: int, columns: int) -> None:
         assert torch.equal((byte >> 4 if k % 128 >= 64 else byte & 15).to(torch.int8) - 8, codes[:, k])
 
 
+@given(SEEDS, st.integers(1, 5), SIZES)
+def test_quads_lose_nothing(seed: int, rows: int, columns: int) -> None:
+    """Element i of a block has columns 32 apart. The fill of the last block stands for 0."""
+    codes = torch.randint(-8, 8, (rows, columns), generator=torch.Generator().manual_seed(seed)).to(torch.int8)
+    stored = quads(packed(codes))
+    assert torch.equal(from_quads(stored), packed(codes)) and stored.shape == (rows, 16 * -(-columns // 128))
+    elements = stored.view(torch.int16).int()
+    for k in range(stored.shape[1] * 8):
+        nibbles = (elements[:, k // 128 * 32 + k % 32] >> k % 128 // 32 * 4) & 15
+        assert torch.equal(nibbles - 8, codes[:, k].int() if k < columns else torch.zeros(rows, dtype=torch.int32))
+
+
 @given(matrices())
-def test_pairing_loses_nothing(matrix: QuantisedMatrix) -> None:
-    """A pair has the codes of two columns 64 apart. Whatever can be asked of a matrix has the same answer."""
-    pairs, (rows, columns) = paired(matrix), matrix.shape
-    assert pairs.in_pairs and (pairs.kind, pairs.bits, pairs.shape) == (matrix.kind, matrix.bits, matrix.shape)
-    assert pairs.codes.is_contiguous() and pairs.codes.shape == (rows, 64 * -(-columns // 128))
-    assert paired(pairs) is pairs and laid_out(matrix) is matrix  # on a CPU
+def test_the_layout_of_a_gpu_loses_nothing(matrix: QuantisedMatrix) -> None:
+    """Whatever can be asked of a matrix has the same answer. A pair has the codes of two columns 64 apart."""
+    there, (rows, columns) = gpu_layout(matrix), matrix.shape
+    assert there.in_gpu_layout and (there.kind, there.bits, there.shape) == (matrix.kind, matrix.bits, matrix.shape)
+    assert not matrix.in_gpu_layout and (there.fields, there.width) == (matrix.fields, matrix.width)
+    assert there.codes.is_contiguous() and there.codes.view(torch.int16).shape == (rows, there.width)
+    assert there.width * there.fields == 128 * -(-columns // 128)
+    assert gpu_layout(there) is there and laid_out(matrix) is matrix  # on a CPU
     if matrix.bits == 8:
-        bytes_ = pairs.codes.view(torch.uint8)
+        bytes_ = there.codes.view(torch.uint8)
         for k in range(columns):
             place = 2 * (k // 128 * 64 + k % 64) + (k % 128 >= 64)
             assert torch.equal(bytes_[:, place], matrix.codes[:, k].view(torch.uint8))
         assert bytes_.count_nonzero() == matrix.codes.view(torch.uint8).count_nonzero()
-    for again in (unpaired(pairs), laid_out(pairs)):
-        assert again.codes.dtype == matrix.codes.dtype and again.codes.is_contiguous() and not (again.bits == 8 and again.in_pairs)
+    for again in (cpu_layout(there), laid_out(there)):
+        assert again.codes.dtype == matrix.codes.dtype and again.codes.is_contiguous() and not again.in_gpu_layout
         assert torch.equal(again.codes.view(torch.uint8), matrix.codes.view(torch.uint8))
     meant = matrix.dequantised(torch.float64)
-    assert torch.equal(pairs.dequantised(torch.float64), meant)
+    assert torch.equal(there.dequantised(torch.float64), meant)
     last = (rows - 1) // matrix.rows * matrix.rows
-    both = (each.row_range(last, rows).dequantised(torch.float64) for each in (replace(pairs, order=None), replace(matrix, order=None)))
+    both = (each.row_range(last, rows).dequantised(torch.float64) for each in (replace(there, order=None), replace(matrix, order=None)))
     assert torch.equal(*both)
     x = drawn(columns, 3, columns)
-    torch.testing.assert_close(quantised_linear(x, pairs), quantised_linear(x, matrix), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(quantised_linear(x, there), quantised_linear(x, matrix), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(SEEDS, SIZES)
-def test_experts_are_paired(kind: Kind, seed: int, columns: int) -> None:
+def test_experts_are_laid_out_for_a_gpu(kind: Kind, seed: int, columns: int) -> None:
     matrix = quantise(drawn(seed, 3, 5, columns), kind)
-    pairs = paired(matrix)
-    assert pairs.shape == matrix.shape and torch.equal(pairs.dequantised(torch.float32), matrix.dequantised(torch.float32))
-    assert torch.equal(pairs[1].dequantised(torch.float32), matrix[1].dequantised(torch.float32))
-    assert torch.equal(unpaired(pairs).codes.view(torch.uint8), matrix.codes.view(torch.uint8))
-    stacked = joined([paired(matrix[e]) for e in range(3)], 0)
-    assert stacked is not None and torch.equal(stacked.codes.view(torch.uint8), pairs.codes.view(torch.uint8))
+    there = gpu_layout(matrix)
+    assert there.shape == matrix.shape and torch.equal(there.dequantised(torch.float32), matrix.dequantised(torch.float32))
+    assert torch.equal(there[1].dequantised(torch.float32), matrix[1].dequantised(torch.float32))
+    assert torch.equal(cpu_layout(there).codes.view(torch.uint8), matrix.codes.view(torch.uint8))
+    stacked = joined([gpu_layout(matrix[e]) for e in range(3)], 0)
+    assert stacked is not None and torch.equal(stacked.codes.view(torch.uint8), there.codes.view(torch.uint8))
 
 
 @given(matrices(), SEEDS, st.integers(1, 9))

@@ -9,7 +9,7 @@ import torch
 
 from nanovllm.ops.linear.quantise import Kind
 from nanovllm.ops.linear.quantised import QuantisedMatrix
-from nanovllm.ops.linear.quantised_tiles import few_tile, many_tile
+from nanovllm.ops.linear.quantised_tiles import SPLIT_ROWS, few_tile, many_tile, split_tile
 from nanovllm.ops.moe.quantised_experts import tiles_of
 from nanovllm.ops.moe.tiles import QuantisedFewTiles
 from nanovllm.testing.quantised_problems import quantised_problem
@@ -26,16 +26,24 @@ FORMS: list[tuple[Kind, int | None, int, bool, int, bool]] = [
 
 @pytest.mark.parametrize("form", FORMS)
 def test_products(compiled: Compiled, form: tuple[Kind, int | None, int, bool, int, bool]) -> None:  # noqa: F811
-    from nanovllm.ops.linear import triton_quantised_few, triton_quantised_many
+    from nanovllm.ops.linear import triton_quantised_few, triton_quantised_many, triton_quantised_split
 
     (kind, group, rows, zeros, width, gated), outputs = form, 512
-    matrix = quantised_problem(kind, outputs, width, group=group, rows=rows, zeros=zeros, scales=BF16, pairs=True)
+    matrix = quantised_problem(kind, outputs, width, group=group, rows=rows, zeros=zeros, scales=BF16, gpu=True)
     asm = compiled.capability >= 90
     for count in (1, 2):
         gain = torch.ones(width, dtype=BF16 if count == 1 else torch.float32) if width < 12288 else None
         residual = None if gated else torch.zeros(count, outputs, dtype=BF16)
         x = torch.zeros(count, width, dtype=BF16)
         triton_quantised_few.launch(x, matrix, gain, None, residual, 1e-6, gated, few_tile(matrix, gated), compiled.pdl, asm=asm)
+    for count in (1, SPLIT_ROWS):
+        x = torch.zeros(count, width, dtype=BF16)
+        tile = split_tile(matrix, count, gated, PROCESSORS, compiled.memory)
+        triton_quantised_split.product(x, matrix, None, gated, tile, compiled.pdl, asm=asm)
+        if not gated:
+            tile = split_tile(matrix, count, gated, PROCESSORS, compiled.memory, split=True)
+            if tile.parts > 1:
+                triton_quantised_split.partial_product(x, matrix, tile, compiled.pdl, asm)
     for count in (8, 256):
         x = torch.zeros(count, width, dtype=BF16)
         tile = many_tile(matrix, count, gated, PROCESSORS, compiled.memory)
@@ -51,26 +59,47 @@ def test_products(compiled: Compiled, form: tuple[Kind, int | None, int, bool, i
 @pytest.mark.parametrize("compiled", [90], indirect=True)
 @pytest.mark.parametrize("rows", [8, 64])
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(("kind", "group", "height"), [("fp8", None, 1), ("fp8", 128, 128), ("int8", None, 1)])
-def test_pairs_come_to_tensor_cores_without_byte_loads(
+@pytest.mark.parametrize(("kind", "group", "height"), [("fp8", None, 1), ("fp8", 128, 128), ("int8", None, 1), ("int4", 128, 1)])
+def test_codes_come_to_tensor_cores_without_byte_loads(
     compiled: Compiled, kind: Kind, group: int | None, height: int, gated: bool, rows: int,  # noqa: F811
 ) -> None:  # fmt: skip
-    """By copies of 16 bytes into shared memory, and `ldmatrix` out of it."""
+    """By copies of 16 bytes into shared memory, and `ldmatrix` out of it. Quads have few inputs per step, and scales of their own."""
     from nanovllm.ops.linear import triton_quantised_many
 
-    matrix, x = quantised_problem(kind, 512, 1024, group=group, rows=height, pairs=True), torch.zeros(rows, 1024, dtype=BF16)
+    matrix, x = quantised_problem(kind, 512, 1024, group=group, rows=height, gpu=True), torch.zeros(rows, 1024, dtype=BF16)
     tile = many_tile(matrix, rows, gated, PROCESSORS, compiled.memory)
     triton_quantised_many.product(x, matrix, None, gated, tile, compiled.pdl, asm=True)
     ptx = compiled[0].asm["ptx"]
-    assert "cp.async.cg." in ptx and not re.search(r"cp\.async\.ca\.|ld\.shared\.\S*[bu]8 ", ptx)
-    assert ptx.count("ldmatrix.sync.aligned.m8n8.x4.shared.b16") == (8 if gated else 4)
+    assert "cp.async.cg." in ptx and not re.search(r"ld\.shared\.\S*[bu]8 ", ptx)
+    assert kind == "int4" or "cp.async.ca." not in ptx
+    tiles = tile.outputs // (16 * tile.warps) * tile.depth // 16 * (2 if gated else 1)  # of 16 x 16 elements, for each warp
+    assert ptx.count("ldmatrix.sync.aligned.m8n8.x4.shared.b16") == tiles
+
+
+@pytest.mark.parametrize("compiled", [90], indirect=True)
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("kind", "group"), [("int4", 128), ("int4", 32), ("fp8", None)])
+def test_codes_come_to_warps_that_divide_the_inputs(compiled: Compiled, kind: Kind, group: int | None, gated: bool, rows: int) -> None:  # noqa: F811
+    """As to those that do not, and nothing is spilled."""
+    from nanovllm.ops.linear import triton_quantised_split
+
+    matrix, x = quantised_problem(kind, 8192, 4096, group=group, gpu=True), torch.zeros(rows, 4096, dtype=BF16)
+    tile = split_tile(matrix, rows, gated, PROCESSORS, compiled.memory)
+    triton_quantised_split.product(x, matrix, None, gated, tile, compiled.pdl, asm=True)
+    ptx = compiled[0].asm["ptx"]
+    assert "cp.async.cg." in ptx and not re.search(r"ld\.shared\.\S*[bu]8 ", ptx)
+    assert ptx.count("ldmatrix") >= tile.outputs // 16 * tile.depth // 16 * (2 if gated else 1)
+    assert compiled[0].metadata.shared <= tile.stages * tile.warps * tile.depth * (
+        tile.outputs * 2 * (2 if gated else 1) + (8 if rows <= 8 else 16) * matrix.fields * 2
+    )
 
 
 @pytest.mark.parametrize(("kind", "group"), [("int4", 100), ("fp8", None)])
 def test_odd_forms_in_float16(compiled: Compiled, kind: Kind, group: int | None) -> None:  # noqa: F811
     from nanovllm.ops.linear import triton_quantised_many
 
-    matrix = quantised_problem(kind, 77, 331, group=group, zeros=kind != "fp8", pairs=True)
+    matrix = quantised_problem(kind, 77, 331, group=group, zeros=kind != "fp8", gpu=True)
     for count in (1, 100):
         x = torch.zeros(count, 331, dtype=torch.float16)
         tile = many_tile(matrix, count, False, PROCESSORS, compiled.memory)
@@ -105,7 +134,7 @@ def test_experts(compiled: Compiled, k: int, num: int, width: int, inner: int, f
 
 
 def experts_of_shape(kind: Kind, num: int, outputs: int, columns: int, group: int | None, rows: int, zeros: bool) -> QuantisedMatrix:
-    one = quantised_problem(kind, rows, columns, group=group, rows=rows, zeros=zeros, scales=BF16, pairs=True)
+    one = quantised_problem(kind, rows, columns, group=group, rows=rows, zeros=zeros, scales=BF16, gpu=True)
 
     def of(each: torch.Tensor, height: int) -> torch.Tensor:
         return torch.empty(num, height, each.shape[1], dtype=each.dtype, device="meta")

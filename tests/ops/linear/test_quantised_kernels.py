@@ -10,7 +10,7 @@ from nanovllm.ops.linear.linear import linear
 from nanovllm.ops.linear.linear_add_norm import linear_add_norm
 from nanovllm.ops.linear.norm_linear import norm_linear
 from nanovllm.ops.linear.quantise import KINDS, Kind
-from nanovllm.ops.linear.quantised import QuantisedMatrix, paired
+from nanovllm.ops.linear.quantised import QuantisedMatrix, gpu_layout
 from nanovllm.ops.linear.quantised_tiles import (
     FewTile,
     ManyTile,
@@ -21,6 +21,7 @@ from nanovllm.ops.linear.quantised_tiles import (
     regular,
     scale_form,
     serves_few,
+    serves_split,
 )
 from nanovllm.testing.problems import wide_norm_linear
 from nanovllm.testing.quantised_problems import quantised_problem
@@ -47,6 +48,11 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want).abs().max() / want.abs().max())
 
 
+def block(kind: Kind) -> int:
+    """Elements of codes that hold a block of 128 columns: the largest depth of a tile."""
+    return 32 if kind == "int4" else 64
+
+
 def inputs(rows: int, width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(rows * width)).to(dtype)
 
@@ -60,13 +66,13 @@ def every_code(kind: Kind) -> tuple[QuantisedMatrix, torch.Tensor]:
     if kind == "int4":
         numbers = torch.stack([(bits & 15).float() - 8, (bits >> 4).float() - 8])
     whole = codes.view(torch.uint8)[:, None].repeat(1, 64 if kind == "int4" else 128).view(codes.dtype)
-    return paired(QuantisedMatrix(codes=whole, scales=torch.ones(len(codes), 1), columns=128, group=128)), numbers
+    return gpu_layout(QuantisedMatrix(codes=whole, scales=torch.ones(len(codes), 1), columns=128, group=128)), numbers
 
 
 @interpreted
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_code_is_converted_exactly(kind: Kind) -> None:
-    """By inputs that are 1 in one place: every byte of a word, and both halves of a pair."""
+    """By inputs that are 1 in one place: both elements of a word, and all fields of an element."""
     from nanovllm.ops.linear import triton_quantised_few, triton_quantised_many
 
     matrix, numbers = every_code(kind)
@@ -75,14 +81,13 @@ def test_every_code_is_converted_exactly(kind: Kind) -> None:
         out = torch.empty(matrix.shape, dtype=dtype)
         triton_quantised_many.dequantise(matrix, 0, out)
         assert torch.equal(out, matrix.dequantised(dtype)) and torch.equal(out.signbit(), matrix.dequantised(dtype).signbit())
-        for half in (0, 64):
+        for first in (0, 32, 64, 96):
             x = torch.zeros(4, matrix.columns, dtype=dtype)
-            x[range(4), range(half, half + 4)] = 1
-            want = (numbers[half // 64] if kind == "int4" else numbers).to(dtype).expand(4, -1)
-            for tile in (FewTile(outputs=16, warps=1), FewTile(outputs=16, warps=1, depth=64)):
-                few = triton_quantised_few.launch(x, matrix, None, None, None, 0.0, False, tile, False)
-                assert torch.equal(few, want)
-            many = triton_quantised_many.product(x, matrix, None, False, ManyTile(outputs=64, depth=64, stages=2), False)
+            x[range(4), range(first, first + 4)] = 1
+            want = (numbers[first // 64] if kind == "int4" else numbers).to(dtype).expand(4, -1)
+            few = triton_quantised_few.launch(x, matrix, None, None, None, 0.0, False, FewTile(outputs=16, warps=1), False)
+            assert torch.equal(few, want)
+            many = triton_quantised_many.product(x, matrix, None, False, ManyTile(outputs=64, depth=block(kind), stages=2), False)
             assert torch.equal(many, want)
 
 
@@ -96,8 +101,8 @@ def test_few_rows(form: tuple[Kind, int, int, dict[str, Any]], rows: int, gated:
 
     kind, outputs, columns, more = form
     outputs += outputs % 2
-    matrix, x = quantised_problem(kind, outputs, columns, **more, pairs=True), inputs(rows, columns)
-    assert regular(matrix) and serves_few(matrix, 1)
+    matrix, x = quantised_problem(kind, outputs, columns, **more, gpu=True), inputs(rows, columns)
+    assert regular(matrix) and (serves_few(matrix, 1) or serves_split(matrix, 1))
     width = outputs // 2 if gated else outputs
     gain = torch.rand(columns) + 0.5 if norm else None
     bias, residual = (torch.randn(width), torch.randn(rows, width)) if extras else (None, None)
@@ -109,31 +114,6 @@ def test_few_rows(form: tuple[Kind, int, int, dict[str, Any]], rows: int, gated:
 
 @interpreted
 @quiet
-@pytest.mark.parametrize(
-    ("kind", "columns", "depth", "more"),
-    [("int4", 512, 64, {"group": 128, "scales": torch.bfloat16}), ("int4", 512, 32, {"group": 32, "zeros": True}),
-     ("int4", 256, 64, {"group": 64}), ("int4", 256, 64, {"group": None, "zeros": True}), ("int8", 256, 64, {"group": None}),
-     ("int8", 512, 64, {"group": 128, "zeros": True}), ("int8", 512, 32, {"group": 32, "zeros": True}),
-     ("fp8", 256, 64, {"group": 128, "rows": 16}), ("fp8", 256, 32, {"group": None})],
-)  # fmt: skip
-@pytest.mark.parametrize(("rows", "gated", "norm", "extras"), [(1, True, True, False), (2, False, True, False), (3, False, False, True)])
-def test_few_rows_on_tensor_cores(
-    kind: Kind, columns: int, depth: int, more: dict[str, Any], rows: int, gated: bool, norm: bool, extras: bool
-) -> None:
-    from nanovllm.ops.linear import triton_quantised_few
-
-    outputs = 38
-    matrix, x = quantised_problem(kind, outputs, columns, **more, pairs=True), inputs(rows, columns)
-    width, tile = outputs // 2 if gated else outputs, FewTile(outputs=16, warps=2, depth=depth)
-    assert few_fits(tile, matrix, gated)
-    gain = torch.rand(columns) + 0.5 if norm else None
-    bias, residual = (torch.randn(width), torch.randn(rows, width)) if extras else (None, None)
-    want = wide_norm_linear(x, matrix.dequantised(torch.float64), gain, bias, residual, 1e-6, gated)
-    assert error(triton_quantised_few.launch(x, matrix, gain, bias, residual, 1e-6, gated, tile, False), want) < 1e-5
-
-
-@interpreted
-@quiet
 @pytest.mark.parametrize("form", [*FORMS, *ODD])
 @pytest.mark.parametrize(("rows", "gated", "extras"), [(1, False, True), (33, False, False), (17, True, False)])
 def test_many_rows(form: tuple[Kind, int, int, dict[str, Any]], rows: int, gated: bool, extras: bool) -> None:
@@ -141,11 +121,12 @@ def test_many_rows(form: tuple[Kind, int, int, dict[str, Any]], rows: int, gated
 
     kind, outputs, columns, more = form
     outputs += outputs % 2 if gated else 0
-    matrix, x = quantised_problem(kind, outputs, columns, **more, pairs=True), inputs(rows, columns)
+    matrix, x = quantised_problem(kind, outputs, columns, **more, gpu=True), inputs(rows, columns)
     width = outputs // 2 if gated else outputs
     bias = torch.randn(width) if extras else None
     want = wide_norm_linear(x, matrix.dequantised(torch.float64), None, bias, None, 0.0, gated)
-    for tile in (ManyTile(outputs=16, rows=16, depth=32, stages=2), ManyTile(outputs=32, rows=32, depth=64, stages=2)):
+    half, whole = block(kind) // 2, block(kind)
+    for tile in (ManyTile(outputs=16, rows=16, depth=half, stages=2), ManyTile(outputs=32, rows=32, depth=whole, stages=2)):
         assert error(triton_quantised_many.product(x, matrix, bias, gated, tile, False), want) < 1e-5
     if not gated and bias is None:
         for parts in (2, 3):
@@ -162,7 +143,7 @@ def test_a_matrix_is_dequantised(form: tuple[Kind, int, int, dict[str, Any]]) ->
     from nanovllm.ops.linear.quantised_cuda import by_dequantising
 
     kind, outputs, columns, more = form
-    matrix = quantised_problem(kind, outputs, columns, **more, pairs=True)
+    matrix = quantised_problem(kind, outputs, columns, **more, gpu=True)
     for dtype in (torch.float16, torch.float32):
         for first in (0, 3):
             out = torch.full((outputs - first, columns), torch.nan, dtype=dtype)
@@ -182,7 +163,7 @@ def test_fp8_at_its_limits(value: float) -> None:
     codes = torch.full((16, 128), value).to(torch.float8_e4m3fn)
     x = inputs(2, 128)
     for scale in (2.0**-60, 1.0, 2.0**60):
-        matrix = paired(QuantisedMatrix(codes=codes, scales=torch.full((16, 1), scale), columns=128, group=128))
+        matrix = gpu_layout(QuantisedMatrix(codes=codes, scales=torch.full((16, 1), scale), columns=128, group=128))
         want = (x.double().sum(1, keepdim=True) * value * scale).expand(2, 16)
         for got in (
             triton_quantised_few.launch(x, matrix, None, None, None, 0.0, False, FewTile(outputs=4, warps=1), False),
@@ -201,7 +182,7 @@ def test_integers_at_their_limits(kind: Kind, code: int, zero: int | None) -> No
     like = quantised_problem(kind, 16, 256, group=128)
     stored = torch.full_like(like.codes, (code + 8) * 17 if kind == "int4" else code)
     zeros = None if zero is None else torch.full((16, 2), zero, dtype=torch.int16)
-    matrix = paired(replace(like, codes=stored, zeros=zeros, scales=torch.tensor([[2.0**-30, 2.0**-31]]).repeat(16, 1)))
+    matrix = gpu_layout(replace(like, codes=stored, zeros=zeros, scales=torch.tensor([[2.0**-30, 2.0**-31]]).repeat(16, 1)))
     x = inputs(2, 256)
     want = x.double() @ matrix.dequantised(torch.float64).T
     limit = 1e-5 * 2.0**-30 * (abs(code - (zero or 0)) + 8) * 16
@@ -217,16 +198,16 @@ def test_integers_at_their_limits(kind: Kind, code: int, zero: int | None) -> No
 def test_bits_of_a_row_do_not_depend_on_the_other_rows(kind: Kind) -> None:
     from nanovllm.ops.linear import triton_quantised_few, triton_quantised_many
 
-    matrix, x = quantised_problem(kind, 24, 256, group=128, pairs=True), inputs(33, 256)
+    matrix, x = quantised_problem(kind, 24, 256, group=128, gpu=True), inputs(33, 256)
     gain = torch.rand(256) + 0.5
     few = [
         triton_quantised_few.launch(x[:rows], matrix, gain, None, None, 1e-6, True, tile, False)
-        for tile in (FewTile(outputs=4, warps=1), FewTile(outputs=16, warps=2, depth=64))
+        for tile in (FewTile(outputs=4, warps=1), FewTile(outputs=16, warps=2))
         for rows in (1, 2, 4)
     ]
     for one, two, four in (few[:3], few[3:]):
         assert torch.equal(one, four[:1]) and torch.equal(two, four[:2])
-    tile = ManyTile(outputs=16, rows=16, depth=64, stages=2)
+    tile = ManyTile(outputs=16, rows=16, depth=block(kind), stages=2)
     many = [triton_quantised_many.product(x[:rows], matrix, None, False, tile, False) for rows in (1, 16, 33)]
     assert torch.equal(many[0], many[2][:1]) and torch.equal(many[1], many[2][:16])
 
@@ -239,11 +220,11 @@ def test_bits_of_a_row_do_not_depend_on_the_other_rows(kind: Kind) -> None:
 def test_few_rows_round_where_the_plain_functions_do(kind: Kind, gains: torch.dtype, gated: bool, act: str) -> None:
     from nanovllm.ops.linear import triton_quantised_few
 
-    matrix, x = quantised_problem(kind, 24, 256, group=128 if kind == "int4" else None, pairs=True), inputs(2, 256, torch.float16)
+    matrix, x = quantised_problem(kind, 24, 256, group=128 if kind == "int4" else None, gpu=True), inputs(2, 256, torch.float16)
     gain = (torch.rand(256) + 0.5).to(gains)
     gain[::37] = 9.5
     residual = None if gated else inputs(2, 24, torch.float16)
-    tile = FewTile(outputs=16, warps=2, depth=64) if gains == torch.float32 else FewTile(outputs=4, warps=1)
+    tile = FewTile(outputs=16, warps=2) if gains == torch.float32 else FewTile(outputs=4, warps=1)
     got = triton_quantised_few.launch(x, matrix, gain, None, residual, 1e-6, gated, tile, False, act)
     weight = matrix.dequantised(torch.float32)
     normed = norm_linear(x, torch.eye(256, dtype=torch.float16), gain=gain, eps=1e-6)  # rounded as the norm of the plain functions is
@@ -264,7 +245,7 @@ def test_the_ops_choose_kernels_that_compute_the_same(kind: Kind, order: bool, r
     """As on a GPU: few rows, many, and more than the kernels take."""
     from nanovllm.ops.linear import quantised_cuda
 
-    matrix, x = quantised_problem(kind, 48, 256, group=64, order=order, pairs=True), inputs(rows, 256)
+    matrix, x = quantised_problem(kind, 48, 256, group=64, order=order, gpu=True), inputs(rows, 256)
     gain, bias, residual, norm = torch.rand(256) + 0.5, torch.randn(48), inputs(rows, 48), torch.rand(48)
 
     def results() -> list[torch.Tensor]:
@@ -317,7 +298,7 @@ def test_the_ops_obey_their_schemas(kind: Kind) -> None:
 def test_inputs_are_gathered_in_the_order_of_the_codes() -> None:
     from nanovllm.ops.linear.quantised_cuda import in_order
 
-    matrix, x = quantised_problem("int4", 24, 256, group=128, order=True), inputs(3, 256)
+    matrix, x = quantised_problem("int8", 24, 256, group=128, order=True), inputs(3, 256)
     assert not regular(matrix) and not serves_few(matrix, 1)
     gathered, plain = in_order(x, matrix)
     assert plain.order is None and serves_few(plain, 1)
@@ -335,7 +316,7 @@ SHAPES = [
 @pytest.mark.parametrize("group", [None, 32, 128])
 def test_default_tiles_fit(kind: Kind, outputs: int, width: int, gated: bool, group: int | None) -> None:
     """On an H200, an A100 and a small card."""
-    matrix = quantised_problem(kind, 2, width, group=group, pairs=True)
+    matrix = quantised_problem(kind, 2, width, group=group, gpu=True)
     matrix = replace(matrix, codes=torch.empty(outputs, matrix.codes.shape[1], dtype=matrix.codes.dtype, device="meta"))
     tile = few_tile(matrix, gated)
     assert few_fits(tile, matrix, gated) and tile.outputs >= 2

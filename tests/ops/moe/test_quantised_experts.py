@@ -8,7 +8,7 @@ import torch
 
 from nanovllm.ops.elementwise.norm_rope import ACTS
 from nanovllm.ops.linear.quantise import KINDS, Kind
-from nanovllm.ops.linear.quantised import QuantisedMatrix, joined, paired, unpaired
+from nanovllm.ops.linear.quantised import QuantisedMatrix, cpu_layout, gpu_layout, joined
 from nanovllm.ops.linear.quantised_tiles import FewTile, ManyTile, many_fits, scale_form
 from nanovllm.ops.moe.experts import ExpertsMismatchError, experts
 from nanovllm.ops.moe.quantised_experts import any_experts, few_tile, grouped_tiles, plain_experts, quantised_experts, tiles_of
@@ -40,7 +40,9 @@ def grouped(rows: int, outputs: int, depth: int) -> QuantisedGroupedTiles:
     return QuantisedGroupedTiles(gate_up=tile, down=tile)
 
 
-MANY = [grouped(16, 64, 32), grouped(32, 128, 64)]
+def many(kind: Kind) -> list[QuantisedGroupedTiles]:
+    """With steps of half a block of 128 columns, and of a whole one."""
+    return [grouped(16, 64, 16), grouped(32, 128, 32)] if kind == "int4" else [grouped(16, 64, 32), grouped(32, 128, 64)]
 
 
 def wide(problem: tuple[torch.Tensor, QuantisedMatrix, QuantisedMatrix, torch.Tensor, torch.Tensor], act: str = "silu") -> torch.Tensor:
@@ -61,7 +63,7 @@ def test_few_tokens(form: tuple[Kind, dict[str, Any]], sizes: tuple[int, ...], a
     from nanovllm.ops.moe import triton_quantised_experts
 
     kind, more = form
-    problem = quantised_experts_problem(kind, *sizes, pairs=True, **more)
+    problem = quantised_experts_problem(kind, *sizes, gpu=True, **more)
     want = wide(problem, act)
     for tiles in FEW:
         assert error(triton_quantised_experts.launch(*problem, act, tiles, False), want) < 1e-4
@@ -79,9 +81,9 @@ def test_many_tokens(form: tuple[Kind, dict[str, Any]], sizes: tuple[int, ...], 
     from nanovllm.ops.moe import triton_quantised_experts
 
     kind, more = form
-    problem = quantised_experts_problem(kind, *sizes, routing=routing, pairs=True, **more)
+    problem = quantised_experts_problem(kind, *sizes, routing=routing, gpu=True, **more)
     want = wide(problem, act)
-    for tiles in MANY:
+    for tiles in many(kind):
         assert error(triton_quantised_experts.launch(*problem, act, tiles, False), want) < 1e-5
 
 
@@ -92,16 +94,16 @@ def test_codes_at_their_limits(kind: Kind, code: float, zero: int | None) -> Non
     """Sums of summands far larger than the codes are subtracted again. One neuron's gate is large, so that its activation is known."""
     from nanovllm.ops.moe import triton_quantised_experts
 
-    x, gate_up, down, chosen, weights = quantised_experts_problem(kind, 3, 2, 4, 256, 128, group=128, pairs=True)
+    x, gate_up, down, chosen, weights = quantised_experts_problem(kind, 3, 2, 4, 256, 128, group=128, gpu=True)
     byte = torch.tensor(code).to(torch.float8_e4m3fn).view(torch.uint8) if kind == "fp8" else torch.tensor(code)
-    down = unpaired(down)
+    down = cpu_layout(down)
     stored = torch.full_like(down.codes.view(torch.uint8), (int(code) + 8) * 17 if kind == "int4" else int(byte) & 255)
     zeros = None if zero is None or kind == "fp8" else torch.full(down.scales.shape, zero, dtype=torch.int16)
-    down = paired(replace(down, codes=stored.view(down.codes.dtype), zeros=zeros, scales=torch.full_like(down.scales, 2.0**-30)))
+    down = gpu_layout(replace(down, codes=stored.view(down.codes.dtype), zeros=zeros, scales=torch.full_like(down.scales, 2.0**-30)))
     problem = (x, gate_up, down, chosen, weights)
     want = wide(problem)
     limit = 1e-5 * 2.0**-30 * (abs(code - (zero or 0)) + 8) * 128
-    for tiles in (FEW[1], MANY[1]):
+    for tiles in (FEW[1], many(kind)[1]):
         assert (triton_quantised_experts.launch(*problem, "silu", tiles, False).double() - want).abs().max() <= limit
 
 
@@ -110,12 +112,10 @@ def test_codes_at_their_limits(kind: Kind, code: float, zero: int | None) -> Non
 def test_the_kernels_round_where_the_plain_functions_do(kind: Kind) -> None:
     from nanovllm.ops.moe import triton_quantised_experts
 
-    x, gate_up, down, chosen, weights = quantised_experts_problem(
-        kind, 5, 2, 6, 256, 128, group=128 if kind == "int4" else None, pairs=True
-    )
+    x, gate_up, down, chosen, weights = quantised_experts_problem(kind, 5, 2, 6, 256, 128, group=128 if kind == "int4" else None, gpu=True)
     given = (x.half(), gate_up, down, chosen, weights)
     want = experts(x.half(), gate_up.dequantised(torch.float16), down.dequantised(torch.float16), chosen, weights.half())
-    for tiles in (FEW[0], MANY[1]):
+    for tiles in (FEW[0], many(kind)[1]):
         got = triton_quantised_experts.launch(*given, "silu", tiles, False)
         assert got.dtype == torch.float16
         torch.testing.assert_close(got, want, rtol=2**-8, atol=2**-8)
@@ -126,8 +126,8 @@ def test_the_kernels_round_where_the_plain_functions_do(kind: Kind) -> None:
 def test_bits_of_a_row_do_not_depend_on_the_other_rows(kind: Kind) -> None:
     from nanovllm.ops.moe import triton_quantised_experts
 
-    x, gate_up, down, chosen, weights = quantised_experts_problem(kind, 19, 2, 4, 256, 64, group=128, pairs=True)
-    for tiles in (FEW[1], MANY[0]):
+    x, gate_up, down, chosen, weights = quantised_experts_problem(kind, 19, 2, 4, 256, 64, group=128, gpu=True)
+    for tiles in (FEW[1], many(kind)[0]):
         every = triton_quantised_experts.launch(x, gate_up, down, chosen, weights, "silu", tiles, False)
         again = triton_quantised_experts.launch(x, gate_up, down, chosen, weights, "silu", tiles, False)
         one = triton_quantised_experts.launch(x[5:6], gate_up, down, chosen[5:6], weights[5:6], "silu", tiles, False)
@@ -143,7 +143,7 @@ def test_the_op_chooses_kernels_that_compute_the_same(kind: Kind, order: bool, t
     """As on a GPU: few tokens, and many. Matrices that are not contiguous run one by one."""
     from nanovllm.ops.moe import quantised_experts as module
 
-    problem = quantised_experts_problem(kind, tokens, 2, 8, 256, 128, group=64, order=order, pairs=True)
+    problem = quantised_experts_problem(kind, tokens, 2, 8, 256, 128, group=64, order=order, gpu=True)
     want, asked = wide(problem), list[str]()
     monkeypatch.setattr(module, "PROGRAMS", 1)  # the interpreter is slow per program
     monkeypatch.setattr(module, "own_kernels", lambda device, dtype: not asked.append("asked"))
@@ -178,7 +178,7 @@ REAL = {"qwen3-30b-a3b": (8, 128, 2048, 768), "mixtral-8x7b": (2, 8, 4096, 14336
 def test_every_number_of_tokens_has_tiles_that_fit(name: str, kind: Kind, group: int | None) -> None:
     k, num, width, inner = REAL[name]
     gate_up, down = (
-        as_shape(quantised_problem(kind, 2, columns, group=group, pairs=True), num, rows)
+        as_shape(quantised_problem(kind, 2, columns, group=group, gpu=True), num, rows)
         for rows, columns in ((2 * inner, width), (width, inner))
     )
     for memory in (200_000, 158_720, 93_184):
@@ -189,8 +189,8 @@ def test_every_number_of_tokens_has_tiles_that_fit(name: str, kind: Kind, group:
                 assert tiles.gate_up.rows == tiles.down.rows and tiles.gate_up.parts == tiles.down.parts == 1
                 for tile, matrix, gated in ((tiles.gate_up, gate_up, True), (tiles.down, down, False)):
                     assert many_fits(tile, matrix, gated, memory, split=False) and scale_form(matrix, tile.depth) != "spread"
-    assert few_tile(as_shape(quantised_problem(kind, 2, 12, pairs=True), num, 8), 2, 100) is None  # columns that vectors do not fill
-    odd = as_shape(quantised_problem(kind, 2, 200, group=20, pairs=True), num, 64)
+    assert few_tile(as_shape(quantised_problem(kind, 2, 12, gpu=True), num, 8), 2, 100) is None  # columns that vectors do not fill
+    odd = as_shape(quantised_problem(kind, 2, 200, group=20, gpu=True), num, 64)
     assert grouped_tiles(300, odd, down, 200_000).down.rows == grouped_tiles(300, odd, down, 200_000).gate_up.rows == 64
 
 

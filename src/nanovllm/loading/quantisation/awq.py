@@ -30,6 +30,11 @@ class Awq:
         """The format in a few words."""
         return f"int4 {f'in groups of {self.group}' if self.group else 'with a scale per row'}"
 
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return 4
+
     def parts(self, rows: int, columns: int) -> Mapping[str, Part]:
         """The tensors of a matrix `[rows, columns]` by suffix."""
         groups = -(-columns // (self.group or columns))

@@ -7,7 +7,8 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from nanovllm.errors import CheckpointError
-from nanovllm.ops.linear.quantised import QuantisedMatrix, packed
+from nanovllm.ops.linear.code_layouts import packed
+from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.types import Tensor
 
 SCALES = ("F32", "F16", "BF16")  # dtypes of scales, in the spelling of safetensors
@@ -34,6 +35,11 @@ class MatrixFormat(Protocol):
     @property
     def summary(self) -> str:
         """The format in a few words, such as `"int4 in groups of 128"`."""
+        ...
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code: 4 or 8."""
         ...
 
     def parts(self, rows: int, columns: int) -> Mapping[str, Part]:

@@ -38,6 +38,11 @@ class ScaledCodes:
             return f"{name} in blocks of {self.rows} x {self.columns}"
         return f"{name} in groups of {self.columns}" if self.columns else f"{name} with a scale per row"
 
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return 8
+
     def parts(self, rows: int, columns: int) -> Mapping[str, Part]:
         """The tensors of a matrix `[rows, columns]` by suffix."""
         down, across = self._grid(rows, columns)

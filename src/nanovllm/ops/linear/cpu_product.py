@@ -12,7 +12,8 @@ import torch
 
 from nanovllm.ops.cpu.build import library
 from nanovllm.ops.cpu.native import CELL, DTYPES, SOURCE, SYMBOLS, Matrix, functions
-from nanovllm.ops.linear.quantised import BLOCK, QuantisedMatrix
+from nanovllm.ops.linear.code_layouts import BLOCK
+from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.types import Tensor
 
 KINDS = MappingProxyType({torch.int8: 1, torch.uint8: 2, torch.float8_e4m3fn: 3})  # `enum kinds`; 0 is a matrix that is not quantised
@@ -23,7 +24,7 @@ SPAN = 32  # a group of columns must be a multiple of this number, or a whole ro
 def unsupported(matrix: QuantisedMatrix) -> str:
     """What of a matrix the C functions do not support, in words; empty if they support it. Asked for each matrix at each step."""
     if matrix.codes.dtype not in KINDS:
-        return "codes in pairs"
+        return "codes in a GPU's layout"
     grouped = matrix.group % SPAN == 0 or matrix.group >= matrix.columns
     if grouped and matrix.codes.dim() == 2 and matrix.codes.numel() > 0 and matrix.scales.dtype in SCALES:
         return ""

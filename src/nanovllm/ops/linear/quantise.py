@@ -4,7 +4,8 @@ from typing import Literal
 
 import torch
 
-from nanovllm.ops.linear.quantised import QuantisedMatrix, laid_out, packed
+from nanovllm.ops.linear.code_layouts import packed
+from nanovllm.ops.linear.quantised import QuantisedMatrix, laid_out
 from nanovllm.types import Tensor
 
 Kind = Literal["fp8", "int8", "int4"]

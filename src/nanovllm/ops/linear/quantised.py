@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
+from nanovllm.ops.linear.code_layouts import BLOCK, from_pairs, from_quads, pairs, quads, unpacked
 from nanovllm.types import Tensor, brief_fields, register_value
 
-BLOCK = 128  # columns whose codes are packed together
-HALF = BLOCK // 2
-PAIRED = MappingProxyType({torch.int8: torch.int16, torch.float8_e4m3fn: torch.uint16})  # what pairs of 8-bit codes are stored as
-UNPAIRED = MappingProxyType({pair: one for one, pair in PAIRED.items()})
-MIDDLE = 8  # a 4-bit code is stored with this offset, so that a nibble is never negative
+# The dtypes of codes by kind, and in a GPU's layout: pairs of 8-bit codes, and two quads of 4-bit codes.
+CPU_CODES = MappingProxyType({"int4": torch.uint8, "int8": torch.int8, "fp8": torch.float8_e4m3fn})
+GPU_CODES = MappingProxyType({"int4": torch.int32, "int8": torch.int16, "fp8": torch.uint16})
+KIND_OF = MappingProxyType({dtype: kind for table in (CPU_CODES, GPU_CODES) for kind, dtype in table.items()})
 PIECE = 1 << 22  # weights that are dequantised at once, which bounds the float32 copies
 
 
@@ -28,16 +28,17 @@ class QuantisedMatrix:
     The weight of row n and column k of the codes is `(code[n, k] - zero[n // rows, k // group]) * scale[n // rows, k // group]`. In a
     product it is multiplied by input `order[k]`, or by input k without an order.
 
-    4-bit codes lie between -8 and 7. They are stored plus 8, two per byte: byte j of a block of 128 columns holds column j in its low
-    nibble and column j + 64 in its high nibble. The last block is filled with codes that belong to no column.
+    4-bit codes lie between -8 and 7. They are stored plus 8, two per byte, in blocks of 128 columns. The last block is filled with codes
+    that belong to no column. 8-bit codes lie one after another. This is the layout of a CPU, which C reads.
 
-    8-bit codes lie one after another where C reads them, on a CPU. The kernels of a GPU read them in pairs, which are packed as 4-bit
-    codes are: pair j of a block holds column j in its low byte and column j + 64 in its high byte. `paired` and `unpaired` convert a
-    matrix, and `laid_out` chooses by its device.
+    The kernels of a GPU read elements of 16 bits, which hold columns of a block of 128: a quad of 4-bit codes holds the columns i, i + 32,
+    i + 64 and i + 96, and a pair of 8-bit codes the columns i and i + 64. The last block is filled here as well. `gpu_layout` and
+    `cpu_layout` convert a matrix, and `laid_out` chooses by its device. `code_layouts` has the functions of the codes.
 
     Attributes:
-        codes: The weights: int8 or float8_e4m3fn `[..., N, K]`; in pairs of them, as int16 or uint16, or as 4-bit codes in uint8,
-            `[..., N, 64 * ceil(K / 128)]`.
+        codes: The weights. In a CPU's layout, int8 or float8_e4m3fn `[..., N, K]`, or 4-bit codes in uint8 `[..., N, 64 * blocks]`, with
+            blocks = ceil(K / 128). In a GPU's layout, pairs as int16 (of int8) or uint16 (of fp8) `[..., N, 64 * blocks]`, or quads, two
+            in each int32, `[..., N, 16 * blocks]`.
         scales: The scales, `[..., ceil(N / rows), ceil(K / group)]`, in float32, float16 or bfloat16.
         zeros: The zero points, int16, in the shape of `scales`. None: all are 0.
         order: For each column of the codes, the input that it is multiplied by, int32 `[K]`. None: the same column.
@@ -76,7 +77,7 @@ class QuantisedMatrix:
             >>> quantise(torch.ones(2, 128), "int4").bits
             4
         """
-        return 4 if self.codes.dtype == torch.uint8 else 8
+        return 4 if self.kind == "int4" else 8
 
     @property
     def kind(self) -> str:
@@ -90,21 +91,50 @@ class QuantisedMatrix:
             >>> quantise(torch.ones(2, 128), "fp8").kind
             'fp8'
         """
-        return {torch.uint8: "int4", torch.int8: "int8", torch.int16: "int8"}.get(self.codes.dtype, "fp8")
+        return KIND_OF[self.codes.dtype]
 
     @property
-    def in_pairs(self) -> bool:
-        """Whether the kernels of a GPU can read the codes: 4-bit codes, and 8-bit codes in pairs.
+    def in_gpu_layout(self) -> bool:
+        """Whether the kernels of a GPU can read the codes.
 
         Returns:
             The answer.
 
         Examples:
             >>> from nanovllm.ops.linear.quantise import quantise
-            >>> [quantise(torch.ones(2, 128), kind).in_pairs for kind in ("int4", "int8")]  # on a CPU
-            [True, False]
+            >>> matrix = quantise(torch.ones(2, 128), "int4")  # on a CPU
+            >>> matrix.in_gpu_layout, gpu_layout(matrix).in_gpu_layout
+            (False, True)
         """
-        return self.codes.dtype not in PAIRED
+        return self.codes.dtype == GPU_CODES[self.kind]
+
+    @property
+    def fields(self) -> int:
+        """The columns whose codes an element of 16 bits holds.
+
+        Returns:
+            4 for codes of 4 bits, 2 for codes of 8 bits.
+
+        Examples:
+            >>> from nanovllm.ops.linear.quantise import quantise
+            >>> quantise(torch.ones(2, 100), "int4").fields
+            4
+        """
+        return 16 // self.bits
+
+    @property
+    def width(self) -> int:
+        """The elements of 16 bits of a row in a GPU's layout, those that fill the last block included.
+
+        Returns:
+            The number.
+
+        Examples:
+            >>> from nanovllm.ops.linear.quantise import quantise
+            >>> quantise(torch.ones(2, 100), "int4").width
+            32
+        """
+        return -(-self.columns // BLOCK) * (BLOCK // self.fields)
 
     @property
     def shape(self) -> torch.Size:
@@ -199,7 +229,8 @@ class QuantisedMatrix:
         return torch.empty_like(out).index_copy_(1, self.order.long(), out)
 
     def _weights(self, wide: torch.dtype) -> Tensor:
-        codes = unpacked(self.codes, self.columns) if self.bits == 4 else unpaired(self).codes
+        codes = cpu_layout(self).codes
+        codes = unpacked(codes, self.columns) if self.bits == 4 else codes
         scales = spread(self.scales, self.shape, self.rows, self.group).to(wide)
         if self.zeros is None:
             return codes.to(wide) * scales
@@ -218,41 +249,50 @@ def spread(values: Tensor, shape: Sequence[int], rows: int, group: int) -> Tenso
     return down.repeat_interleave(group, -1)[..., : shape[-1]] if values.shape[-1] > 1 else down
 
 
-def packed(codes: Tensor) -> Tensor:
-    """Pack 4-bit codes between -8 and 7, int8 `[..., K]`, into bytes, uint8 `[..., 64 * ceil(K / 128)]`."""
-    missing = -codes.shape[-1] % BLOCK
-    nibbles = torch.nn.functional.pad(codes + MIDDLE, (0, missing), value=MIDDLE).to(torch.uint8).unflatten(-1, (-1, 2, HALF))
-    return (nibbles[..., 0, :] | (nibbles[..., 1, :] << 4)).flatten(-2)
+def gpu_layout(matrix: QuantisedMatrix) -> QuantisedMatrix:
+    """Lay out a matrix as the kernels of a GPU read it.
 
+    Args:
+        matrix: The matrix, in either layout, on any device.
 
-def unpacked(codes: Tensor, columns: int) -> Tensor:
-    """The inverse of `packed`: int8 `[..., columns]`."""
-    bytes_ = codes.unflatten(-1, (-1, HALF))
-    return (torch.stack((bytes_ & 15, bytes_ >> 4), -2).to(torch.int8) - MIDDLE).flatten(-3)[..., :columns]
+    Returns:
+        The same matrix with its codes in quads or pairs, or `matrix` itself if they are.
 
-
-def paired(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """The matrix with 8-bit codes in pairs; a matrix of 4 bits as it is. The last block is filled with zeros."""
-    if matrix.in_pairs:
+    Examples:
+        >>> from nanovllm.ops.linear.quantise import quantise
+        >>> matrix = quantise(torch.ones(2, 100), "int4")
+        >>> gpu_layout(matrix).codes.shape, torch.equal(cpu_layout(gpu_layout(matrix)).codes, matrix.codes)
+        (torch.Size([2, 16]), True)
+    """
+    if matrix.in_gpu_layout:
         return matrix
-    codes, missing = matrix.codes.view(torch.uint8), -matrix.columns % BLOCK
-    if missing:  # padding by nothing would be a copy, too
-        codes = torch.nn.functional.pad(codes, (0, missing))
-    return replace(matrix, codes=codes.unflatten(-1, (-1, 2, HALF)).mT.flatten(-3).view(PAIRED[matrix.codes.dtype]))
+    codes = quads(matrix.codes) if matrix.bits == 4 else pairs(matrix.codes.view(torch.uint8))
+    return replace(matrix, codes=codes.view(GPU_CODES[matrix.kind]))
 
 
-def unpaired(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """The inverse of `paired`."""
-    one = UNPAIRED.get(matrix.codes.dtype)
-    if one is None:
+def cpu_layout(matrix: QuantisedMatrix) -> QuantisedMatrix:
+    """Lay out a matrix as C reads it: the inverse of `gpu_layout`.
+
+    Args:
+        matrix: The matrix, in either layout, on any device.
+
+    Returns:
+        The same matrix with its codes one after another, or in bytes of two, or `matrix` itself if they are.
+
+    Examples:
+        >>> from nanovllm.ops.linear.quantise import quantise
+        >>> cpu_layout(gpu_layout(quantise(torch.ones(2, 100), "int8"))).codes.shape
+        torch.Size([2, 100])
+    """
+    if not matrix.in_gpu_layout:
         return matrix
-    codes = matrix.codes.view(torch.uint8).unflatten(-1, (-1, HALF, 2)).mT.flatten(-3)[..., : matrix.columns]
-    return replace(matrix, codes=codes.contiguous().view(one))
+    codes = from_quads(matrix.codes) if matrix.bits == 4 else from_pairs(matrix.codes.view(torch.uint8), matrix.columns)
+    return replace(matrix, codes=codes.view(CPU_CODES[matrix.kind]))
 
 
 def laid_out(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """The matrix in the layout that products on its device read: in pairs on a GPU."""
-    return paired(matrix) if matrix.device.type == "cuda" else unpaired(matrix)
+    """The matrix in the layout that products on its device read."""
+    return gpu_layout(matrix) if matrix.device.type == "cuda" else cpu_layout(matrix)
 
 
 def joined(parts: Sequence[QuantisedMatrix], dim: int = -2) -> QuantisedMatrix | None:

@@ -1,8 +1,9 @@
 """Products with a quantised matrix on a GPU: which kernel multiplies how many rows.
 
-Few rows are summed in float32, more are multiplied on tensor cores by a kernel that converts the codes it reads. Above `FUSED_ROWS` rows
-each program would repeat too much of the conversion, so the matrix is dequantised in pieces and torch multiplies; or, if the matrix asks
-for it, the activations are rounded to FP8 and torch multiplies codes.
+Few rows with a matrix of 8 bits are summed in float32. More rows are multiplied on tensor cores by kernels that convert the codes they
+read, and so are few rows with a matrix of 4 bits. Above `FUSED_ROWS` rows each program would repeat too much of the conversion, so the
+matrix is dequantised in pieces and torch multiplies; or, if the matrix asks for it, the activations are rounded to FP8 and torch multiplies
+codes.
 """
 
 from dataclasses import replace
@@ -13,19 +14,19 @@ import torch.nn.functional as F
 from nanovllm.ops.backends import dependent_launch, own_kernels, processors, shared_memory
 from nanovllm.ops.linear import scaled_product
 from nanovllm.ops.linear.quantised import QuantisedMatrix
-from nanovllm.ops.linear.quantised_tiles import FUSED_ROWS, SCRATCH, few_tile, many_tile, serves_few
+from nanovllm.ops.linear.quantised_tiles import FUSED_ROWS, SCRATCH, few_tile, many_tile, serves_few, serves_split, split_tile
 from nanovllm.types import Float, Tensor
 
 ALIGNED = 128  # rows of the pieces of a matrix that is dequantised are a multiple of this number
 
 
 def runs(x: Tensor, weight: QuantisedMatrix, *others: Tensor | None) -> bool:
-    """Return whether the kernels can multiply: codes are in pairs, and tensors contiguous.
+    """Return whether the kernels can multiply: codes are laid out for a GPU, and tensors contiguous.
 
     Kernels read weights before earlier kernels have ended, so a weight must not be a copy.
     """
     weights = (weight.codes, weight.scales, weight.zeros, weight.order, *others)
-    readable = weight.in_pairs and all(each is None or each.is_contiguous() for each in weights)
+    readable = weight.in_gpu_layout and all(each is None or each.is_contiguous() for each in weights)
     return own_kernels(x.device, x.dtype) and len(x) > 0 and readable
 
 
@@ -68,12 +69,18 @@ def product(
     x: Float[Tensor, "B K"], weight: QuantisedMatrix, bias: Float[Tensor, "out"] | None, gated: bool = False, act: str = "silu"
 ) -> Float[Tensor, "B N"]:
     """Compute `x @ weight.T + bias`, or `act(gate) * up` of such a product, if `runs`."""
-    from nanovllm.ops.linear import triton_many_rows, triton_quantised_few, triton_quantised_many
+    from nanovllm.ops.linear import triton_many_rows, triton_quantised_few, triton_quantised_many, triton_quantised_split
 
     x, weight = in_order(x, weight)
     new = dependent_launch(x.device)
     if len(x) > FUSED_ROWS:
         y = _of_many_rows(x, weight, bias)
+    elif serves_split(weight, len(x)):
+        alone = gated and bias is None
+        tile = split_tile(weight, len(x), alone, *_limits(x.device))
+        y = triton_quantised_split.product(x, weight, bias, alone, tile, new, act, new)
+        if alone:
+            return y
     elif gated and bias is None:
         tile = many_tile(weight, len(x), True, *_limits(x.device))
         return triton_quantised_many.product(x, weight, None, True, tile, new, act, new)
@@ -94,12 +101,18 @@ def product_add_norm(
     inner: Float[Tensor, "M"] | None,
 ) -> tuple[Float[Tensor, "B M"], Float[Tensor, "B M"]]:
     """Compute what `linear_add_norm` computes, if `runs`."""
-    from nanovllm.ops.linear import triton_many_rows, triton_quantised_many
+    from nanovllm.ops.linear import triton_many_rows, triton_quantised_many, triton_quantised_split
 
     x, weight = in_order(x, weight)
     new = dependent_launch(x.device)
     if len(x) > FUSED_ROWS:
         parts, bias = _of_many_rows(x, weight, bias).unsqueeze(0), None
+    elif serves_split(weight, len(x)):
+        tile = split_tile(weight, len(x), False, *_limits(x.device), split=True)
+        if tile.parts == 1:
+            parts, bias = triton_quantised_split.product(x, weight, bias, False, tile, new, asm=new).unsqueeze(0), None
+        else:
+            parts = triton_quantised_split.partial_product(x, weight, tile, new, new)
     else:
         tile = many_tile(weight, len(x), False, *_limits(x.device), split=True)
         if tile.parts == 1:

@@ -6,10 +6,13 @@ codes is read in a quarter of the time of bfloat16. `benchmarks/quantised_kernel
 
 from dataclasses import dataclass, replace
 
-from nanovllm.ops.linear.quantised import BLOCK, HALF, QuantisedMatrix
+from nanovllm.ops.linear.code_layouts import BLOCK
+from nanovllm.ops.linear.quantised import QuantisedMatrix
 
 SUMMED = 4  # rows of the kernel for few rows, at most: each row is in registers
 SUMMED_ROWS = 2  # up to so many rows, it is the default
+SPLIT_ROWS = 16  # of the kernel whose warps divide the inputs, at most
+SPLIT_KINDS = ("int4",)  # which it multiplies by default
 FUSED_ROWS = 512  # above it, a matrix is dequantised into memory once and torch multiplies
 SCRATCH = 32 << 20  # bytes of dequantised weights at once, which stay in an H200's L2
 PROGRAMS = 256  # about two for each multiprocessor
@@ -21,22 +24,18 @@ VECTOR = 8  # bytes of codes that a thread loads at once, so that the inputs tha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FewTile:
-    """Tile configuration of products of few rows: outputs per program, and warps, which divide the inputs among them.
-
-    `depth` is the number of pairs of codes of an output that a warp takes per step on tensor cores. 0: sums in float32.
-    """
+    """Tile configuration of products of few rows, summed in float32: outputs per program, and warps, which divide the inputs among them."""
 
     outputs: int
     warps: int
-    depth: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManyTile:
     """Tile configuration of products on tensor cores.
 
-    Its fields are outputs and rows per program, pairs of codes per output and loop step (`depth`), loop steps in flight (`stages`), parts
-    of the inputs, and warps.
+    Its fields are outputs and rows per program, elements of codes per output and loop step (`depth`), loop steps in flight (`stages`),
+    parts of the inputs, and warps.
     """
 
     outputs: int = 64
@@ -47,12 +46,34 @@ class ManyTile:
     warps: int = 4
 
 
-def serves_few(matrix: QuantisedMatrix, rows: int) -> bool:
-    """Return whether the kernel for few rows can multiply with this matrix.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitTile:
+    """Tile configuration of products on tensor cores whose warps divide the inputs.
 
-    A vector of codes has to lie in one group, and the inputs in whole vectors. Inputs in another order are gathered before.
+    Its fields are outputs per program, elements of codes per output, warp and loop step (`depth`), loop steps in flight (`stages`), parts
+    of the inputs, and warps, which divide a part.
     """
-    return rows <= SUMMED_ROWS and regular(matrix)
+
+    outputs: int = 32
+    depth: int = 32
+    stages: int = 4
+    parts: int = 1
+    warps: int = 4
+
+
+def serves_few(matrix: QuantisedMatrix, rows: int) -> bool:
+    """Return whether the kernel for few rows is the one that multiplies so many rows with this matrix.
+
+    A vector of codes has to lie in one group, and the inputs in whole vectors. Inputs in another order are gathered before. A sum in
+    float32 takes more than 4 instructions per code of 4 bits, a product on tensor cores less than 2.
+    """
+    return rows <= SUMMED_ROWS and regular(matrix) and not serves_split(matrix, rows)
+
+
+def serves_split(matrix: QuantisedMatrix, rows: int) -> bool:
+    """Return whether the kernel whose warps divide the inputs is the one that multiplies so many rows with this matrix."""
+    whole = len(matrix.shape) == 2 and matrix.columns % BLOCK == 0 and scale_form(matrix, BLOCK // matrix.fields) != "spread"
+    return rows <= SPLIT_ROWS and matrix.kind in SPLIT_KINDS and whole
 
 
 def regular(matrix: QuantisedMatrix) -> bool:
@@ -63,37 +84,22 @@ def regular(matrix: QuantisedMatrix) -> bool:
 
 def steps_of(matrix: QuantisedMatrix, warps: int) -> int:
     """Return in how many steps programs of `warps` warps read a row of codes."""
-    return -(-matrix.codes.shape[-1] * matrix.codes.itemsize // (32 * VECTOR * warps))
+    return -(-matrix.width * 2 // (32 * VECTOR * warps))
 
 
 def few_fits(tile: FewTile, matrix: QuantisedMatrix, gated: bool) -> bool:
     """Return whether the kernel for few rows can use this tile configuration."""
     if not all(value >= 1 and value & (value - 1) == 0 for value in (tile.outputs, tile.warps)) or tile.warps > 16:
         return False
-    outputs = tile.outputs * (2 if gated else 1)
-    if tile.depth == 0:
-        return steps_of(matrix, tile.warps) * VECTOR // 4 * outputs <= MOST_HELD
-    width = matrix.codes.shape[-1]
-    whole = tile.outputs >= 16 and width % (tile.depth * tile.warps) == 0 and matrix.columns == 2 * width
-    apart = matrix.scales.shape[-1] > 1 and (matrix.group % tile.depth or tile.depth > matrix.group)
-    one = tile.depth in (32, 64)  # a step stays in a block of columns
-    return whole and one and not apart and width * matrix.codes.itemsize * outputs // (128 * tile.warps) <= MOST_HELD
+    return steps_of(matrix, tile.warps) * VECTOR // 4 * tile.outputs * (2 if gated else 1) <= MOST_HELD
 
 
 def few_tile(matrix: QuantisedMatrix, gated: bool) -> FewTile:
     """Choose the tile configuration for few rows.
 
-    4-bit codes go to tensor cores where they fit: a sum in float32 takes more than 4 instructions per code, a product on tensor cores
-    less than 3. Otherwise a row of codes is read in at most 4 steps, and codes fill `HELD` registers, or fewer where few outputs would
-    leave multiprocessors idle.
+    A row of codes is read in at most 4 steps, and codes fill `HELD` registers, or fewer where few outputs would leave multiprocessors idle.
     """
     rows = matrix.shape[0] // (2 if gated else 1)
-    if matrix.bits == 4 and rows >= 16 * PROGRAMS // 2:
-        for warps in (4, 8):
-            for depth in (64, 32):
-                tile = FewTile(outputs=16, warps=warps, depth=depth)
-                if few_fits(tile, matrix, gated):
-                    return tile
     warps = 1
     while warps < 8 and steps_of(matrix, warps) > (2 if warps < 4 else 4):
         warps *= 2
@@ -104,18 +110,57 @@ def few_tile(matrix: QuantisedMatrix, gated: bool) -> FewTile:
     return FewTile(outputs=min(outputs, 16), warps=warps)
 
 
-def scale_form(matrix: QuantisedMatrix, depth: int) -> str:
-    """Return how the kernel for many rows applies scales with `depth` pairs of codes per step.
+def split_fits(tile: SplitTile, matrix: QuantisedMatrix, rows: int, gated: bool, memory: int, *, split: bool) -> bool:
+    """Return whether the kernel whose warps divide the inputs can use this tile configuration, with `memory` bytes of shared memory."""
+    sizes, span = (tile.outputs, tile.depth, tile.warps), BLOCK // matrix.fields
+    if not all(value >= 1 and value & (value - 1) == 0 for value in sizes) or min(tile.outputs, tile.depth) < 16 or tile.warps > 16:
+        return False
+    if rows > SPLIT_ROWS or tile.depth > span or tile.stages < 1 or not 1 <= tile.parts <= (8 if split else 1):
+        return False
+    if matrix.columns % (matrix.fields * span * tile.parts * tile.warps) or scale_form(matrix, tile.depth) == "spread":
+        return False
+    codes = tile.outputs * tile.depth * 2 * (2 if gated else 1)
+    inputs = split_columns(rows) * tile.depth * matrix.fields * 2
+    return tile.stages * tile.warps * (codes + inputs) <= memory
 
-    `"row"`: once at the end. `"step"`: after each step, one scale per output. `"halves"`: after each step, one scale for the low and one
-    for the high codes. `"spread"`: each weight is scaled and rounded before the product, as a dequantised weight is.
+
+def split_columns(rows: int) -> int:
+    """Return how many columns the right factor of tensor cores has for so many rows."""
+    return 8 if rows <= 8 else 16
+
+
+def split_tile(matrix: QuantisedMatrix, rows: int, gated: bool, processors: int, memory: int, *, split: bool = False) -> SplitTile:
+    """Choose the tile configuration for rows that `serves_split`. `split` says whether the inputs may be divided between programs, too.
+
+    Warps hide one another's latency: about 8 for each multiprocessor, and steps enough for each to have loads on the way.
+    """
+    outputs, span = matrix.shape[0] // (2 if gated else 1), BLOCK // matrix.fields
+    steps = matrix.width // span
+    height = 32 if outputs >= 32 * processors // 2 else 16
+    programs, parts = -(-outputs // height), 1
+    while split and parts < 4 and 2 * programs * parts < 3 * processors and steps % (4 * parts * 2) == 0:
+        parts *= 2
+    warps = 4 if programs * parts >= 2 * processors else 8
+    while warps > 1 and steps % (warps * parts):
+        warps //= 2
+    tile = SplitTile(outputs=height, depth=span, stages=4, parts=parts, warps=warps)
+    while tile.stages > 1 and not split_fits(tile, matrix, rows, gated, memory, split=split):
+        tile = replace(tile, stages=tile.stages - 1)
+    return tile
+
+
+def scale_form(matrix: QuantisedMatrix, depth: int) -> str:
+    """Return how the kernel for many rows applies scales with `depth` elements of codes per step.
+
+    `"row"`: once at the end. `"step"`: after each step, one scale per output. `"fields"`: after each step, a scale for each field of an
+    element, which are columns apart. `"spread"`: each weight is scaled and rounded before the product, as a dequantised weight is.
     """
     if matrix.scales.shape[-1] == 1:
         return "row"
     group = matrix.group
     if group % depth:
         return "spread"
-    return "step" if group % BLOCK == 0 else "halves"
+    return "step" if group % BLOCK == 0 else "fields"
 
 
 def many_tile(matrix: QuantisedMatrix, rows: int, gated: bool, processors: int, memory: int, *, split: bool = False) -> ManyTile:
@@ -125,21 +170,21 @@ def many_tile(matrix: QuantisedMatrix, rows: int, gated: bool, processors: int, 
     """
     padded = min(128, max(16, 1 << (rows - 1).bit_length()))
     outputs = matrix.shape[0] // (2 if gated else 1)
-    depth = HALF
+    depth = BLOCK // matrix.fields
     if matrix.scales.shape[-1] > 1 and matrix.group < depth:
         depth = max(16, 1 << (matrix.group.bit_length() - 1))
     four = matrix.bits == 4
     # 64 outputs per 4 warps, so that no two warps convert the same codes.
     tall = 128 if padded >= (64 if four else 128) and not gated else 64
     warps = 8 if tall == 128 or padded == 128 else 4
-    parts, width = 1, matrix.codes.shape[-1]
+    parts, width = 1, matrix.width
     programs = -(-outputs // tall) * -(-rows // padded)
     while split and parts < (8 if four else 4) and programs * parts < 2 * processors and width // (parts * 2) >= 4 * depth:
         parts *= 2
     stages = 3 if padded >= (64 if four else 128) else 6 if four else 4
     tile = ManyTile(outputs=tall, rows=padded, depth=depth, stages=stages, parts=parts, warps=warps)
     if scale_form(matrix, depth) == "spread":  # a scale per weight comes to shared memory too
-        tile = replace(tile, outputs=64, rows=min(padded, 64), depth=32, stages=2, warps=4)
+        tile = replace(tile, outputs=64, rows=min(padded, 64), depth=min(32, depth), stages=2, warps=4)
     while tile.stages > 1 and not many_fits(tile, matrix, gated, memory, split=split):
         tile = replace(tile, stages=tile.stages - 1)
     return tile
@@ -152,7 +197,7 @@ def many_fits(tile: ManyTile, matrix: QuantisedMatrix, gated: bool, memory: int,
         return False
     if tile.warps > 16 or tile.stages < 1 or not 1 <= tile.parts <= (8 if split else 1):
         return False
-    if tile.depth > HALF:  # a step stays in a block of columns
+    if tile.depth > BLOCK // matrix.fields:  # a step stays in a block of columns
         return False
-    codes = tile.outputs * tile.depth * matrix.codes.itemsize * (2 if gated else 1)
-    return tile.stages * (codes + tile.rows * 2 * tile.depth * 2) <= memory
+    codes = tile.outputs * tile.depth * 2 * (2 if gated else 1)
+    return tile.stages * (codes + tile.rows * matrix.fields * tile.depth * 2) <= memory

@@ -10,7 +10,7 @@ where scales come in (`scale_form`). The scales of a step are loaded a step earl
 import triton
 import triton.language as tl
 
-from nanovllm.ops.linear.triton_codes import halves
+from nanovllm.ops.linear.triton_codes import fields_of, numbers, span_of, unit_of
 
 
 @triton.jit
@@ -21,71 +21,81 @@ def scale_at(values, row, column, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: 
 
 @triton.jit
 def weight_tiles(
-    codes, scales, zeros, row, column, K: tl.constexpr, NIBBLES: tl.constexpr, FP8: tl.constexpr, SPREAD: tl.constexpr,
+    codes, scales, zeros, row, column, K: tl.constexpr, NIBBLES: tl.constexpr, FP8: tl.constexpr, FORM: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr, D: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Convert a tile of pairs of codes to two tiles of numbers: the low and the high codes.
+    """Convert a tile of elements to a tile of numbers for each field, whose first column is `column` + field * `span_of`.
 
-    With `SPREAD`, they are the dequantised weights, of columns `column` ... + D - 1 and those + 64. Otherwise they are codes minus zeros,
-    which have few enough bits to be exact.
+    With `FORM` "spread", they are the dequantised weights. Otherwise they are codes minus zeros, which have few enough bits to be exact,
+    and are to be multiplied by `unit_of`.
     """
-    low, high = halves(codes, dtype, NIBBLES, FP8, ASM)
-    if SPREAD:
-        columns = column + tl.arange(0, D)[None, :]
-        scale = scale_at(scales, row[:, None], columns, K, GROUP, GROUPS).to(tl.float32)
-        zero = scale_at(zeros, row[:, None], columns, K, GROUP, GROUPS).to(tl.float32) if ZEROS else 0.0
-        low = ((low.to(tl.float32) - zero) * scale).to(dtype)
-        scale = scale_at(scales, row[:, None], columns + 64, K, GROUP, GROUPS).to(tl.float32)
-        zero = scale_at(zeros, row[:, None], columns + 64, K, GROUP, GROUPS).to(tl.float32) if ZEROS else 0.0
-        high = ((high.to(tl.float32) - zero) * scale).to(dtype)
-    elif ZEROS:
-        low -= scale_at(zeros, row, column, K, GROUP, GROUPS).to(tl.float32).to(dtype)[:, None]
-        high -= scale_at(zeros, row, column + 64, K, GROUP, GROUPS).to(tl.float32).to(dtype)[:, None]
-    return low, high
+    UNIT: tl.constexpr = unit_of(dtype, NIBBLES, ASM)
+    SPAN: tl.constexpr = span_of(NIBBLES)
+    wide = numbers(codes, dtype, NIBBLES, FP8, ASM)
+    tiles = ()
+    for field in tl.static_range(fields_of(NIBBLES)):
+        tile = wide[field]
+        if FORM == "spread":
+            columns = column + field * SPAN + tl.arange(0, D)[None, :]
+            scale = scale_at(scales, row[:, None], columns, K, GROUP, GROUPS).to(tl.float32)
+            zero = scale_at(zeros, row[:, None], columns, K, GROUP, GROUPS).to(tl.float32) if ZEROS else 0.0
+            tile = ((tile.to(tl.float32) * UNIT - zero) * scale).to(dtype)
+        elif ZEROS:
+            at = column + (field * SPAN if FORM == "fields" else 0)
+            tile -= (scale_at(zeros, row, at, K, GROUP, GROUPS).to(tl.float32) * (1 / UNIT)).to(dtype)[:, None]
+        tiles += (tile,)
+    return tiles
 
 
 @triton.jit
-def column_of(at):
-    """Return the column of the low code of pair `at` of a row."""
-    return at // 64 * 128 + at % 64
+def column_of(at, NIBBLES: tl.constexpr):
+    """Return the column of the lowest field of element `at` of a row."""
+    SPAN: tl.constexpr = span_of(NIBBLES)
+    return at // SPAN * 128 + at % SPAN
 
 
 @triton.jit
-def step_scales(scales, row, column, K: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr):
-    """Load the scales of a step's low codes, then those of its high codes, which differ with `FORM` "halves" only."""
-    low = scale_at(scales, row, column, K, GROUP, GROUPS).to(tl.float32)
-    high = low
-    if FORM == "halves":
-        high = scale_at(scales, row, column + 64, K, GROUP, GROUPS).to(tl.float32)
-    return low, high
+def step_scales(
+    scales, row, column, K: tl.constexpr, NIBBLES: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    UNIT: tl.constexpr,
+):  # fmt: skip
+    """Load the scales of a step, times `UNIT`: those of each field with `FORM` "fields", those of all fields with "step", else none."""
+    found = ()
+    if FORM == "step":
+        found = (scale_at(scales, row, column, K, GROUP, GROUPS).to(tl.float32) * UNIT,)
+    elif FORM == "fields":
+        for field in tl.static_range(fields_of(NIBBLES)):
+            found += (scale_at(scales, row, column + field * span_of(NIBBLES), K, GROUP, GROUPS).to(tl.float32) * UNIT,)
+    return found
 
 
 @triton.jit
 def first_scales(
-    scales, row, up_row, column, K: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, GATED: tl.constexpr
+    scales, row, up_row, column, K: tl.constexpr, NIBBLES: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    GATED: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Load the scales with which `summed_products` begins: a pair of the gate's, or of the only matrix, and a pair of the up projection's.
-
-    Without scales after each step, and without an up projection, they are zeros.
-    """
-    low, high, up_low, up_high = 0.0, 0.0, 0.0, 0.0
-    if FORM == "step" or FORM == "halves":  # noqa: PLR1714
-        low, high = step_scales(scales, row, column, K, FORM, GROUP, GROUPS)
-        if GATED:
-            up_low, up_high = step_scales(scales, up_row, column, K, FORM, GROUP, GROUPS)
-    return low, high, up_low, up_high
+    """Load the scales with which `summed_products` begins: the gate's, or the only matrix's, then the up projection's (`step_scales`)."""
+    UNIT: tl.constexpr = unit_of(dtype, NIBBLES, ASM)
+    found = step_scales(scales, row, column, K, NIBBLES, FORM, GROUP, GROUPS, UNIT)
+    if GATED:
+        found += step_scales(scales, up_row, column, K, NIBBLES, FORM, GROUP, GROUPS, UNIT)
+    return found
 
 
 @triton.jit
-def _multiplied(sums, low, high, low_inputs, high_inputs, scale, scale_high, FORM: tl.constexpr):
-    """Return the sums with the products of a step added."""
-    if FORM == "halves":
-        sums += tl.dot(low, low_inputs) * scale[:, None]
-        sums += tl.dot(high, high_inputs) * scale_high[:, None]
+def _multiplied(sums, tiles, inputs, scales, FIRST: tl.constexpr, NIBBLES: tl.constexpr, FORM: tl.constexpr):
+    """Return the sums with the products of a step added. Its scales begin at number `FIRST`."""
+    if FORM == "fields":
+        for field in tl.static_range(fields_of(NIBBLES)):
+            sums += tl.dot(tiles[field], inputs[field]) * scales[FIRST + field][:, None]
     elif FORM == "step":
-        sums += tl.dot(high, high_inputs, tl.dot(low, low_inputs)) * scale[:, None]
+        total = tl.dot(tiles[0], inputs[0])
+        for field in tl.static_range(1, fields_of(NIBBLES)):
+            total = tl.dot(tiles[field], inputs[field], total)
+        sums += total * scales[FIRST][:, None]
     else:
-        sums = tl.dot(high, high_inputs, tl.dot(low, low_inputs, sums))
+        for field in tl.static_range(fields_of(NIBBLES)):
+            sums = tl.dot(tiles[field], inputs[field], sums)
     return sums
 
 
@@ -97,45 +107,41 @@ def summed_products(
 ):  # fmt: skip
     """Compute `[BN, BP]` products of codes and inputs, scaled, and those of the up projection if `GATED`, in float32.
 
-    It takes pairs `start` ... `stop` of each output's codes, D in a step. `inputs` are pointers to the inputs of column 0 ... D - 1,
-    `[D, BP]`, `own` and `up_own` to the first D pairs of codes, `[BN, D]`; `row` and `up_row` are rows of scales. `first` comes from
+    It takes elements `start` ... `stop` of each output's codes, D in a step. `inputs` are pointers to the inputs of column 0 ... D - 1,
+    `[D, BP]`, `own` and `up_own` to the first D elements of codes, `[BN, D]`; `row` and `up_row` are rows of scales. `first` comes from
     `first_scales`. `WHOLE`: no step reaches beyond the codes or the inputs.
     """
     dtype: tl.constexpr = inputs.dtype.element_ty
-    SPREAD: tl.constexpr = FORM == "spread"
-    EACH: tl.constexpr = FORM == "step" or FORM == "halves"  # noqa: PLR1714  # scales after each step
+    UNIT: tl.constexpr = unit_of(dtype, NIBBLES, ASM)
+    SPAN: tl.constexpr = span_of(NIBBLES)
+    UP: tl.constexpr = fields_of(NIBBLES) if FORM == "fields" else 1  # the number of the up projection's first scale
     d = tl.arange(0, D)
     acc = tl.zeros([BN, BP], tl.float32)
     other = tl.zeros([BN, BP], tl.float32)
-    scale, scale_high, up_scale, up_scale_high = first
+    now = first
     for at in tl.range(start, stop, D, num_stages=STAGES):
         # Not by `column_of`: Triton forgets the alignment of what a call returns, and would load input by input.
-        column = tl.multiple_of(at // 64 * 128 + at % 64, D)
-        if EACH:
-            after = column_of(at + D)
-            next_scale, next_high = step_scales(scales, row, after, K, FORM, GROUP, GROUPS)
-            if GATED:
-                next_up, next_up_high = step_scales(scales, up_row, after, K, FORM, GROUP, GROUPS)
+        column = tl.multiple_of(at // SPAN * 128 + at % SPAN, D)
+        after = first_scales(scales, row, up_row, column_of(at + D, NIBBLES), K, NIBBLES, FORM, GROUP, GROUPS, GATED, dtype, ASM)
+        taken = ()
         if WHOLE:
-            gate_codes = tl.load(own + at)
-            low_inputs = tl.load(inputs + column, mask=on, other=0.0)
-            high_inputs = tl.load(inputs + column + 64, mask=on, other=0.0)
+            codes = tl.load(own + at)
+            for field in tl.static_range(fields_of(NIBBLES)):
+                taken += (tl.load(inputs + column + field * SPAN, mask=on, other=0.0),)
         else:
-            gate_codes = tl.load(own + at, mask=(at + d < WIDTH)[None, :], other=0)
-            low_inputs = tl.load(inputs + column, mask=on & (column + d < K)[:, None], other=0.0)
-            high_inputs = tl.load(inputs + column + 64, mask=on & (column + 64 + d < K)[:, None], other=0.0)
-        low, high = weight_tiles(gate_codes, scales, zeros, row, column, K, NIBBLES, FP8, SPREAD, GROUP, GROUPS, ZEROS, D, dtype, ASM)
-        acc = _multiplied(acc, low, high, low_inputs, high_inputs, scale, scale_high, FORM)
+            codes = tl.load(own + at, mask=(at + d < WIDTH)[None, :], other=0)
+            for field in tl.static_range(fields_of(NIBBLES)):
+                there = on & (column + field * SPAN + d < K)[:, None]
+                taken += (tl.load(inputs + column + field * SPAN, mask=there, other=0.0),)
+        tiles = weight_tiles(codes, scales, zeros, row, column, K, NIBBLES, FP8, FORM, GROUP, GROUPS, ZEROS, D, dtype, ASM)
+        acc = _multiplied(acc, tiles, taken, now, 0, NIBBLES, FORM)
         if GATED:
-            up_codes = tl.load(up_own + at) if WHOLE else tl.load(up_own + at, mask=(at + d < WIDTH)[None, :], other=0)
-            low, high = weight_tiles(up_codes, scales, zeros, up_row, column, K, NIBBLES, FP8, SPREAD, GROUP, GROUPS, ZEROS, D, dtype, ASM)
-            other = _multiplied(other, low, high, low_inputs, high_inputs, up_scale, up_scale_high, FORM)
-        if EACH:
-            scale, scale_high = next_scale, next_high
-            if GATED:
-                up_scale, up_scale_high = next_up, next_up_high
+            codes = tl.load(up_own + at) if WHOLE else tl.load(up_own + at, mask=(at + d < WIDTH)[None, :], other=0)
+            tiles = weight_tiles(codes, scales, zeros, up_row, column, K, NIBBLES, FP8, FORM, GROUP, GROUPS, ZEROS, D, dtype, ASM)
+            other = _multiplied(other, tiles, taken, now, UP, NIBBLES, FORM)
+        now = after
     if FORM == "row":
-        acc *= tl.load(scales + row).to(tl.float32)[:, None]
+        acc *= tl.load(scales + row).to(tl.float32)[:, None] * UNIT
         if GATED:
-            other *= tl.load(scales + up_row).to(tl.float32)[:, None]
+            other *= tl.load(scales + up_row).to(tl.float32)[:, None] * UNIT
     return acc, other

@@ -15,23 +15,25 @@ import triton.language as tl
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.types import Tensor
 
-# Of 4 bytes, two go into a register of two bfloat16 numbers each. With 0x43 as the upper byte, a number is 128 + its low bits.
+# Of two quads, the nibbles in the same place go into a register of two bfloat16 numbers, as a quarter of what they stand for (`unit_of`).
+# With 0x4300 above it, a nibble in the lowest bits is 128 + its value. A nibble in bits 4 ... 7 and nothing else is its value times 2^-129,
+# because the first normal numbers go on evenly where those below the smallest normal one end; a factor of 2^127 makes it a quarter. So
+# nibbles need no shift for each of them.
 INT4_BF16 = tl.constexpr("""{
-    .reg .b32 a, b, c, one, less;
-    mov.b32 one, 0x3F803F80;
-    mov.b32 less, 0xC308C308;
-    prmt.b32 a, $4, 0x43434343, 0x4140;
-    prmt.b32 b, $4, 0x43434343, 0x4342;
-    and.b32 $0, a, 0xFF0FFF0F;
-    and.b32 $1, b, 0xFF0FFF0F;
-    shr.b32 c, a, 4;
-    lop3.b32 $2, c, 0x000F000F, 0x43004300, 0xEA;
-    shr.b32 c, b, 4;
-    lop3.b32 $3, c, 0x000F000F, 0x43004300, 0xEA;
-    fma.rn.bf16x2 $0, $0, one, less;
-    fma.rn.bf16x2 $1, $1, one, less;
-    fma.rn.bf16x2 $2, $2, one, less;
-    fma.rn.bf16x2 $3, $3, one, less;
+    .reg .b32 high, quarter, scale, less, two;
+    mov.b32 quarter, 0x3E803E80;
+    mov.b32 less, 0xC208C208;
+    mov.b32 scale, 0x7F007F00;
+    mov.b32 two, 0xC000C000;
+    shr.b32 high, $4, 8;
+    lop3.b32 $0, $4, 0x000F000F, 0x43004300, 0xEA;
+    and.b32 $1, $4, 0x00F000F0;
+    lop3.b32 $2, high, 0x000F000F, 0x43004300, 0xEA;
+    and.b32 $3, high, 0x00F000F0;
+    fma.rn.bf16x2 $0, $0, quarter, less;
+    fma.rn.bf16x2 $1, $1, scale, two;
+    fma.rn.bf16x2 $2, $2, quarter, less;
+    fma.rn.bf16x2 $3, $3, scale, two;
 }""")
 # Of two pairs of 8-bit codes, the low or the high ones go into a register. 128 + the low 7 bits, minus 128 or 256 by the highest bit.
 INT8_LOW = tl.constexpr("""{
@@ -105,21 +107,41 @@ INT8_FLOAT = tl.constexpr("""{
 def operands(matrix: QuantisedMatrix, *, words: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Return a matrix's codes, scales and zeros as kernels take them. Scales stand in for zeros that are absent.
 
-    The matrix is `in_pairs`. Codes are uint8 of two nibbles, or int16 of two codes of 8 bits. With `words`, four bytes are an int32.
+    The matrix is `in_gpu_layout`. Codes are int16 of four nibbles or two bytes. With `words`, two of them are an int32.
     """
-    codes = matrix.codes.view(torch.int32) if words else matrix.codes if matrix.bits == 4 else matrix.codes.view(torch.int16)
+    codes = matrix.codes.view(torch.int32 if words else torch.int16)
     return codes, matrix.scales, matrix.scales if matrix.zeros is None else matrix.zeros
 
 
+@triton.constexpr_function
+def fields_of(nibbles):
+    """Return the columns whose codes an element of 16 bits holds."""
+    return 4 if nibbles else 2
+
+
+@triton.constexpr_function
+def span_of(nibbles):
+    """Return the elements of a block of 128 columns, which is also how many columns lie between two fields of an element."""
+    return 32 if nibbles else 64
+
+
+@triton.constexpr_function
+def unit_of(dtype, nibbles, asm):
+    """Return what the numbers that `numbers` gives are to be multiplied by."""
+    return 4.0 if nibbles and asm and dtype == tl.bfloat16 else 1.0
+
+
 @triton.jit
-def nibbles(codes, dtype: tl.constexpr, ASM: tl.constexpr):
-    """Convert packed 4-bit codes, uint8, to the numbers -8 ... 7 of the low nibbles, and those of the high nibbles."""
+def quads(codes, dtype: tl.constexpr, ASM: tl.constexpr):
+    """Convert quads of 4-bit codes, int16, to four tensors of numbers, from the lowest nibbles to the highest."""
     if ASM and dtype == tl.bfloat16:
-        low, high = tl.inline_asm_elementwise(INT4_BF16, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)
+        a, b, c, d = tl.inline_asm_elementwise(
+            INT4_BF16, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
     else:
-        low = ((codes & 15).to(tl.int32) - 8).to(tl.float32).to(dtype)
-        high = ((codes >> 4).to(tl.int32) - 8).to(tl.float32).to(dtype)
-    return low, high
+        a, b = ((codes & 15).to(tl.float32) - 8.0).to(dtype), (((codes >> 4) & 15).to(tl.float32) - 8.0).to(dtype)
+        c, d = (((codes >> 8) & 15).to(tl.float32) - 8.0).to(dtype), (((codes >> 12) & 15).to(tl.float32) - 8.0).to(dtype)
+    return a, b, c, d
 
 
 @triton.jit
@@ -136,13 +158,12 @@ def pairs(codes, dtype: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def halves(codes, dtype: tl.constexpr, NIBBLES: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr):
-    """Convert codes to the numbers of their low halves, and those of their high halves, 64 columns on."""
-    if NIBBLES:
-        low, high = nibbles(codes, dtype, ASM)
-    else:
-        low, high = pairs(codes, dtype, FP8, ASM)
-    return low, high
+def numbers(codes, dtype: tl.constexpr, NIBBLES: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr):
+    """Convert elements of 16 bits to a tensor of numbers for each of their fields, from the lowest bits to the highest.
+
+    They are to be multiplied by `unit_of`. Field f of element i of a block belongs to column i + f * `span_of`.
+    """
+    return quads(codes, dtype, ASM) if NIBBLES else pairs(codes, dtype, FP8, ASM)
 
 
 @triton.jit
@@ -153,35 +174,40 @@ def e4m3(bits):
 
 
 @triton.jit
-def in_word(words, HALF: tl.constexpr, NIBBLES: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr):
-    """Convert the low or high codes (`HALF`) of words of 4 bytes, int32, to tensors of float32: 4 of nibbles, or 2 of 8 bits.
+def in_word(words, FIELD: tl.constexpr, NIBBLES: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr):
+    """Convert a field of the two elements of words, int32, to two tensors of float32.
 
-    Integers get a summand, because it costs less to subtract it from their sums: 264 low nibbles, 24 high nibbles, 1152 codes of 8 bits.
+    Integers get a summand, because it costs less to subtract it from their sums (`summand_of`).
     """
     if NIBBLES:
-        a, b = _nibble(words << 15, HALF, ASM), _nibble(words << 7, HALF, ASM)
-        c, d = _nibble(words >> 1, HALF, ASM), _nibble(words >> 9, HALF, ASM)
-        wide = (a, b, c, d)
-    elif ASM:  # for both halves at once: the compiler sees that the second conversion repeats the first
+        by: tl.constexpr = 15 - FIELD // 2 * 8  # to bits 15 ... 22, with its neighbour; those of the second element lie 16 bits higher
+        wide = (_nibble(words << by, FIELD % 2, ASM), _nibble(words >> (16 - by), FIELD % 2, ASM))
+    elif ASM:  # for both fields at once: the compiler sees that the second conversion repeats the first
         a, b, c, d = tl.inline_asm_elementwise(
             FP8_FLOAT if FP8 else INT8_FLOAT, "=f,=f,=f,=f,r", [words], dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
             is_pure=True, pack=1,
         )  # fmt: skip
-        wide = (b, d) if HALF else (a, c)
+        wide = (b, d) if FIELD else (a, c)
     elif FP8:
-        wide = (e4m3(words >> (8 * HALF)), e4m3(words >> (8 * HALF + 16)))
+        wide = (e4m3(words >> (8 * FIELD)), e4m3(words >> (8 * FIELD + 16)))
     else:
         words = words ^ -0x7F7F7F80  # 0x80 in each byte
         wide = (
-            (((words >> (8 * HALF)) & 0xFF) + 1024).to(tl.float32), (((words >> (8 * HALF + 16)) & 0xFF) + 1024).to(tl.float32),
+            (((words >> (8 * FIELD)) & 0xFF) + 1024).to(tl.float32), (((words >> (8 * FIELD + 16)) & 0xFF) + 1024).to(tl.float32),
         )  # fmt: skip
     return wide
 
 
+@triton.constexpr_function
+def summand_of(field, nibbles, fp8):
+    """Return how much more than the codes of a field the numbers of `in_word` are."""
+    return 0.0 if fp8 else (264.0, 24.0)[field % 2] if nibbles else 1152.0
+
+
 @triton.jit
-def _nibble(words, HALF: tl.constexpr, ASM: tl.constexpr):
-    """Convert the byte in bits 15 ... 22 to 256 + its low nibble or 16 + its high nibble."""
-    if ASM and HALF:
+def _nibble(words, HIGH: tl.constexpr, ASM: tl.constexpr):
+    """Convert bits 15 ... 18 to 256 + their value, or bits 19 ... 22 to 16 + their value (`HIGH`)."""
+    if ASM and HIGH:
         wide = tl.inline_asm_elementwise(
             "lop3.b32 $0, $1, 0x00780000, 0x41800000, 0xEA;", "=f,r", [words], dtype=tl.float32, is_pure=True, pack=1
         )
@@ -189,7 +215,7 @@ def _nibble(words, HALF: tl.constexpr, ASM: tl.constexpr):
         wide = tl.inline_asm_elementwise(
             "lop3.b32 $0, $1, 0x00078000, 0x43800000, 0xEA;", "=f,r", [words], dtype=tl.float32, is_pure=True, pack=1
         )
-    elif HALF:
+    elif HIGH:
         wide = ((words & 0x00780000) | 0x41800000).to(tl.float32, bitcast=True)
     else:
         wide = ((words & 0x00078000) | 0x43800000).to(tl.float32, bitcast=True)
@@ -197,27 +223,8 @@ def _nibble(words, HALF: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def four(base, at, there):
-    """Load 4 neighbouring numbers of 2 or 4 bytes in float32, as 4 tensors. `at` counts steps of 4; the memory is aligned to 8 bytes."""
-    kind: tl.constexpr = base.dtype.element_ty
-    words = base.to(tl.pointer_type(tl.int64))
-    if kind.primitive_bitwidth == 32:
-        one, two = tl.load(words + 2 * at, mask=there, other=0), tl.load(words + 2 * at + 1, mask=there, other=0)
-        a, b = one.to(tl.int32).to(tl.float32, bitcast=True), (one >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-        c, d = two.to(tl.int32).to(tl.float32, bitcast=True), (two >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    else:
-        word = tl.load(words + at, mask=there, other=0)
-        a, b = word.to(tl.int16).to(kind, bitcast=True).to(tl.float32), (word >> 16).to(tl.int16).to(kind, bitcast=True).to(tl.float32)
-        c, d = (
-            (word >> 32).to(tl.int16).to(kind, bitcast=True).to(tl.float32),
-            (word >> 48).to(tl.int16).to(kind, bitcast=True).to(tl.float32),
-        )
-    return a, b, c, d
-
-
-@triton.jit
 def two(base, at, there):
-    """Load 2 neighbouring numbers, as `four` loads 4. `at` counts steps of 2."""
+    """Load 2 neighbouring numbers of 2 or 4 bytes in float32, as 2 tensors. `at` counts steps of 2."""
     kind: tl.constexpr = base.dtype.element_ty
     if kind.primitive_bitwidth == 32:
         word = tl.load(base.to(tl.pointer_type(tl.int64)) + at, mask=there, other=0)
@@ -229,22 +236,15 @@ def two(base, at, there):
 
 
 @triton.jit
-def in_half(base, words, half: tl.constexpr, K: tl.constexpr, NIBBLES: tl.constexpr):
-    """Load what belongs to the low or high codes of words, out of K numbers per column: 4 tensors of float32, or 2 for 8 bits.
-
-    Word 16 i + j of 4-bit codes holds columns 128 i + 4 j ... + 3, and those + 64. Word 32 i + j of 8-bit codes holds columns
-    128 i + 2 j and + 1, and those + 64.
-    """
-    if NIBBLES:
-        at = words // 16 * 32 + words % 16 + 16 * half
-        wide = four(base, at, at < K // 4)
-    else:
-        at = words // 32 * 64 + words % 32 + 32 * half
-        wide = two(base, at, at < K // 2)
-    return wide
+def in_field(base, words, FIELD: tl.constexpr, K: tl.constexpr, NIBBLES: tl.constexpr):
+    """Load what belongs to a field of the two elements of words, out of K numbers per column: 2 tensors of float32."""
+    SPAN: tl.constexpr = span_of(NIBBLES)
+    at = words // (SPAN // 2) * 64 + words % (SPAN // 2) + FIELD * (SPAN // 2)
+    return two(base, at, at < K // 2)
 
 
 @triton.jit
 def word_column(words, NIBBLES: tl.constexpr):
     """Return the first column of words of codes."""
-    return words // 16 * 128 + words % 16 * 4 if NIBBLES else words // 32 * 128 + words % 32 * 2
+    SPAN: tl.constexpr = span_of(NIBBLES)
+    return words // (SPAN // 2) * 128 + words % (SPAN // 2) * 2

@@ -1,11 +1,11 @@
-"""The Triton kernels of products of few rows with a quantised matrix, whose time is the time to read the codes.
+"""The Triton kernel of products of few rows with a quantised matrix, whose time is the time to read the codes.
 
 Import this module only if Triton is installed. A program loads its codes and scales before it waits for the kernel that makes its input
 (programmatic dependent launch). Only weights, norm weights and biases may be read before the wait.
 
-In `_few`, a thread loads 8 bytes of each output's codes and the inputs that belong to them, so that nothing moves between threads until the
-end. It sums the products of its 8 or 16 codes in float32, and multiplies the sum by their scale. In `_dots`, a warp multiplies a block of
-codes on tensor cores. The sums of all threads or warps are added once, in a fixed order.
+A thread loads 8 bytes of each output's codes and the inputs that belong to them, so that nothing moves between threads until the end. It
+sums the products of its 8 or 16 codes in float32, and multiplies the sum by their scale. The sums of all threads are added once, in a fixed
+order.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.ops.linear.quantised_tiles import FewTile
-from nanovllm.ops.linear.triton_codes import halves, in_half, in_word, operands, word_column
+from nanovllm.ops.linear.triton_codes import fields_of, in_field, in_word, operands, span_of, summand_of, word_column
 from nanovllm.ops.triton_parts import activated, gained, launch_options, rounded
 from nanovllm.types import Float, Tensor
 
@@ -43,16 +43,16 @@ def _few(
 ):  # fmt: skip
     """Program i computes outputs i * BN ... (i + 1) * BN - 1 of every row. T threads share a row of WORDS words of codes, in steps.
 
-    `WHOLE`: no program reaches beyond the outputs, and no step beyond the codes. Which columns a word holds is told in `in_half`.
+    `WHOLE`: no program reaches beyond the outputs, and no step beyond the codes. Which columns a word holds is told in `in_field`.
     """
     if PDL:
         gdc_launch_dependents()
     STEPS: tl.constexpr = (WORDS + 2 * T - 1) // (2 * T)
     PARTS: tl.constexpr = 2 if GATED else 1
-    EACH: tl.constexpr = 4 if NIBBLES else 2  # codes of half a word
-    APART: tl.constexpr = GROUP % 128 != 0 and GROUPS > 1  # the halves of a word have different scales
-    FACTORS: tl.constexpr = 2 if APART else 1
-    SUMMANDS: tl.constexpr = (0.0, 0.0) if FP8 else (264.0, 24.0) if NIBBLES else (1152.0, 1152.0)
+    FIELDS: tl.constexpr = fields_of(NIBBLES)
+    SPAN: tl.constexpr = span_of(NIBBLES)
+    APART: tl.constexpr = GROUP % 128 != 0 and GROUPS > 1  # the fields of a word have different scales
+    FACTORS: tl.constexpr = FIELDS if APART else 1
     n, t, v = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, T), tl.arange(0, 2)
     there = n < N
     held = ()
@@ -69,9 +69,9 @@ def _few(
                 mask = there[:, None, None] & (word < WORDS)[None, :, :]
                 held += (tl.load(at, mask=mask, other=0, eviction_policy="evict_first"),)
             if GROUPS > 1:
-                for half in tl.static_range(FACTORS):
+                for field in tl.static_range(FACTORS):
                     # Beyond the last output and the last column, any scale will do.
-                    group = tl.minimum((column + 64 * half) // GROUP, GROUPS - 1)[None, :]
+                    group = tl.minimum((column + SPAN * field) // GROUP, GROUPS - 1)[None, :]
                     factors += (_scales(scales, zeros, ((tl.minimum(n, N - 1) + part * N) // ROWS * GROUPS)[:, None], group, ZEROS),)
     if GROUPS == 1:
         for part in tl.static_range(PARTS):
@@ -80,8 +80,8 @@ def _few(
     if NORM:
         for step in tl.static_range(STEPS):
             word = step * 2 * T + (t[:, None] * 2 + v[None, :])
-            for half in tl.static_range(2):
-                gains += (in_half(gain, word, half, K, NIBBLES),)
+            for field in tl.static_range(FIELDS):
+                gains += (in_field(gain, word, field, K, NIBBLES),)
     biases = tl.load(bias + n, mask=there, other=0.0) if BIAS else 0.0
     if PDL:
         gdc_wait()
@@ -89,16 +89,16 @@ def _few(
     before = ()
     for step in tl.static_range(STEPS):
         word = step * 2 * T + (t[:, None] * 2 + v[None, :])
-        for half in tl.static_range(2):
+        for field in tl.static_range(FIELDS):
             for b in tl.static_range(B):
-                rows += (in_half(x + b * K, word, half, K, NIBBLES),)
+                rows += (in_field(x + b * K, word, field, K, NIBBLES),)
     norms = ()
     for b in tl.static_range(B):
         before += (tl.load(residual + b * N + n, mask=there, other=0.0) if RESIDUAL else 0.0,)
         if NORM:
             squares = tl.zeros([T, 2], tl.float32)
-            for each in tl.static_range(STEPS * 2):
-                for i in tl.static_range(EACH):
+            for each in tl.static_range(STEPS * FIELDS):
+                for i in tl.static_range(2):
                     squares += rows[each * B + b][i] * rows[each * B + b][i]
             norms += (tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / K + eps),)
     sums = ()  # part by part, row by row
@@ -110,13 +110,13 @@ def _few(
     for step in tl.static_range(STEPS):
         inputs = ()
         added = ()  # the sums of a thread's inputs
-        for half in tl.static_range(2):
+        for field in tl.static_range(FIELDS):
             for b in tl.static_range(B):
                 total = tl.zeros([T, 2], tl.float32)
-                for i in tl.static_range(EACH):
-                    wide = rows[(step * 2 + half) * B + b][i]
+                for i in tl.static_range(2):
+                    wide = rows[(step * FIELDS + field) * B + b][i]
                     if NORM:
-                        weight = gains[step * 2 + half][i].to(gain.dtype.element_ty)
+                        weight = gains[step * FIELDS + field][i].to(gain.dtype.element_ty)
                         wide = gained(wide * norms[b], weight, x.dtype.element_ty).to(tl.float32)
                     inputs += (wide,)
                     total += wide
@@ -124,42 +124,47 @@ def _few(
         if ZEROS and GROUPS == 1:
             more = ()
             for b in tl.static_range(B):
-                more += (totals[b] + added[b] + added[B + b],)
+                total = totals[b]
+                for field in tl.static_range(FIELDS):
+                    total += added[field * B + b]
+                more += (total,)
             totals = more
         starts = ()  # what the summands of `in_word` have too much, so that sums begin below 0
-        for half in tl.static_range(FACTORS):
+        for factor in tl.static_range(FACTORS):
             for b in tl.static_range(B):
-                start = -0.5 * SUMMANDS[half] * added[half * B + b]
+                start = -0.5 * summand_of(factor, NIBBLES, FP8) * added[factor * B + b]
                 if not APART:
-                    start -= 0.5 * SUMMANDS[1] * added[B + b]
+                    for field in tl.static_range(1, FIELDS):
+                        start -= 0.5 * summand_of(field, NIBBLES, FP8) * added[field * B + b]
                 starts += (start,)
         new = ()
         for part in tl.static_range(PARTS):
             products = ()
-            for half in tl.static_range(2):
-                wide = in_word(held[step * PARTS + part], half, NIBBLES, FP8, ASM)
+            for field in tl.static_range(FIELDS):
+                wide = in_word(held[step * PARTS + part], field, NIBBLES, FP8, ASM)
                 next_products = ()
                 for b in tl.static_range(B):
-                    if half == 1 and not APART:
+                    if field > 0 and not APART:
                         product = products[b]
                     elif FP8:
                         product = tl.zeros([BN, T, 2], tl.float32)
                     else:
-                        product = tl.broadcast_to(starts[half * B + b][None, :, None], [BN, T, 2])
-                    for i in tl.static_range(EACH):
-                        product += wide[i] * inputs[(half * B + b) * EACH + i][None, :, :]
+                        product = tl.broadcast_to(starts[field * B + b][None, :, None], [BN, T, 2])
+                    for i in tl.static_range(2):
+                        product += wide[i] * inputs[(field * B + b) * 2 + i][None, :, :]
                     next_products += (product,)
                 products = products + next_products if APART else next_products
             for b in tl.static_range(B):
                 total = sums[part * B + b]
-                for half in tl.static_range(FACTORS):
-                    more = tl.sum(products[half * B + b], 2)
+                for number in tl.static_range(FACTORS):
+                    more = tl.sum(products[number * B + b], 2)
                     if GROUPS > 1:
-                        factor = factors[(step * PARTS + part) * FACTORS + half]
+                        factor = factors[(step * PARTS + part) * FACTORS + number]
                         if ZEROS:
-                            every = added[half * B + b]
+                            every = added[number * B + b]
                             if not APART:
-                                every += added[B + b]
+                                for field in tl.static_range(1, FIELDS):
+                                    every += added[field * B + b]
                             more -= factor[1] * every[None, :]
                         more *= factor[0]
                     total += more
@@ -177,116 +182,6 @@ def _few(
         tl.store(y + b * N + n, rounded(acc, biases, before[b], y.dtype.element_ty, BIAS, RESIDUAL), mask=there)
 
 
-@triton.jit
-def _dots(
-    x, gain, codes, scales, zeros, bias, residual, y, N, eps, B: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, KS: tl.constexpr,
-    D: tl.constexpr, BN: tl.constexpr, NIBBLES: tl.constexpr, FP8: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    ROWS: tl.constexpr, ZEROS: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr,
-    ACT: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Compute the same on tensor cores: KS warps take D pairs of codes each, in WIDTH / (KS D) steps, and their sums are added at the end.
-
-    The rows are columns of the right factor; its 8 columns repeat them.
-    """
-    if PDL:
-        gdc_launch_dependents()
-    STEPS: tl.constexpr = WIDTH // (KS * D)
-    PARTS: tl.constexpr = 2 if GATED else 1
-    APART: tl.constexpr = GROUP % 128 != 0 and GROUPS > 1
-    FACTORS: tl.constexpr = 2 if APART else 1
-    dtype: tl.constexpr = x.dtype.element_ty
-    n, s, d = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, KS), tl.arange(0, D)
-    row = tl.minimum(n, N - 1)  # what is read for outputs beyond the last is not stored
-    held = ()
-    factors = ()
-    for step in tl.static_range(STEPS):
-        start = (step * KS + s) * D
-        column = start // 64 * 128 + start % 64
-        for part in tl.static_range(PARTS):
-            wide = (row + part * N).to(tl.int64)
-            at = codes + wide[None, :, None] * WIDTH + start[:, None, None] + d[None, None, :]
-            held += (tl.load(at, eviction_policy="evict_first"),)
-            if GROUPS > 1:
-                for half in tl.static_range(FACTORS):
-                    group = (column + 64 * half) // GROUP
-                    factors += (_scales(scales, zeros, ((row + part * N) // ROWS * GROUPS)[None, :], group[:, None], ZEROS),)
-    if GROUPS == 1:
-        for part in tl.static_range(PARTS):
-            factors += (_scales(scales, zeros, (row + part * N)[None, :] // ROWS, 0, ZEROS),)
-    gains = ()
-    if NORM:
-        for step in tl.static_range(STEPS):
-            start = (step * KS + s) * D
-            column = (start // 64 * 128 + start % 64)[:, None] + d[None, :]
-            for half in tl.static_range(2):
-                gains += (tl.load(gain + column + 64 * half),)
-    biases = tl.load(bias + row) if BIAS else 0.0
-    if PDL:
-        gdc_wait()
-    rows = ()
-    before = ()
-    for step in tl.static_range(STEPS):
-        start = (step * KS + s) * D
-        column = (start // 64 * 128 + start % 64)[:, None] + d[None, :]
-        for half in tl.static_range(2):
-            for b in tl.static_range(B):
-                rows += (tl.load(x + b * K + column + 64 * half),)
-    norms = ()
-    for b in tl.static_range(B):
-        before += (tl.load(residual + b * N + row) if RESIDUAL else 0.0,)
-        if NORM:
-            squares = tl.zeros([KS, D], tl.float32)
-            for each in tl.static_range(STEPS * 2):
-                wide = rows[each * B + b].to(tl.float32)
-                squares += wide * wide
-            norms += (tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / K + eps),)
-    each_column = tl.arange(0, 8)[None, None, :] % B
-    acc = tl.zeros([KS, BN, 8], tl.float32)
-    other = tl.zeros([KS, BN, 8], tl.float32)
-    for step in tl.static_range(STEPS):
-        inputs = ()
-        for half in tl.static_range(2):
-            for b in tl.static_range(B):
-                xx = rows[(step * 2 + half) * B + b]
-                if NORM:
-                    xx = gained(xx.to(tl.float32) * norms[b], gains[step * 2 + half], dtype)
-                one = tl.broadcast_to(xx[:, :, None], [KS, D, 8])
-                both = one if b == 0 else tl.where(each_column == b, one, both)
-            inputs += (both,)
-        for part in tl.static_range(PARTS):
-            low, high = halves(held[step * PARTS + part], dtype, NIBBLES, FP8, ASM)
-            if ZEROS:
-                factor = factors[((step * PARTS + part) * FACTORS) if GROUPS > 1 else part]
-                low -= tl.broadcast_to(factor[1].to(dtype)[:, :, None], low.shape)
-                factor = factors[((step * PARTS + part) * FACTORS + FACTORS - 1) if GROUPS > 1 else part]
-                high -= tl.broadcast_to(factor[1].to(dtype)[:, :, None], high.shape)
-            if GROUPS == 1:
-                total = tl.dot(high, inputs[1], tl.dot(low, inputs[0], acc if part == 0 else other))
-            elif APART:
-                total = (acc if part == 0 else other) + tl.dot(low, inputs[0]) * factors[(step * PARTS + part) * 2][0][:, :, None]
-                total += tl.dot(high, inputs[1]) * factors[(step * PARTS + part) * 2 + 1][0][:, :, None]
-            else:
-                product = tl.dot(high, inputs[1], tl.dot(low, inputs[0]))
-                total = (acc if part == 0 else other) + product * factors[step * PARTS + part][0][:, :, None]
-            if part == 0:
-                acc = total
-            else:
-                other = total
-    if GROUPS == 1:
-        acc *= factors[0][0][:, :, None]
-        if GATED:
-            other *= factors[1][0][:, :, None]
-    whole = tl.sum(acc, 0)
-    if GATED:
-        ups = tl.sum(other, 0)
-    for b in tl.static_range(B):
-        column = tl.arange(0, 8)[None, :] == b
-        out = tl.sum(tl.where(column, whole, 0.0), 1)
-        if GATED:
-            out = activated(out, tl.sum(tl.where(column, ups, 0.0), 1), y.dtype.element_ty, ACT)
-        tl.store(y + b * N + n, rounded(out, biases, before[b], y.dtype.element_ty, BIAS, RESIDUAL), mask=n < N)
-
-
 def launch(
     x: Float[Tensor, "B K"],
     weight: QuantisedMatrix,
@@ -302,29 +197,21 @@ def launch(
 ) -> Float[Tensor, "B N"]:
     """Launch the kernel: what `norm_linear` computes, for at most `SUMMED` rows and a `regular` matrix.
 
-    All tensors are contiguous, and the matrix is `in_pairs`. `asm`: convert codes by PTX of compute capability 9.0, not by plain
+    All tensors are contiguous, and the matrix is `in_gpu_layout`. `asm`: convert codes by PTX of compute capability 9.0, not by plain
     operations.
     """
     rows, width = x.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
-    words = weight.codes.shape[1] * weight.codes.itemsize // 4
+    words = weight.width // 2
     threads = min(32 * tile.warps, triton.next_power_of_2(triton.cdiv(words, 2)))
-    tensors = (
-        x, x if gain is None else gain, *operands(weight, words=not tile.depth), x if bias is None else bias,
-        x if residual is None else residual, y,
-    )  # fmt: skip
     kind = (weight.bits == 4, weight.kind == "fp8", weight.group, weight.scales.shape[1], weight.rows, weight.zeros is not None)
     whole = outputs % tile.outputs == 0 and words % (2 * threads) == 0
     flags = (gain is not None, bias is not None, residual is not None, gated, act, whole, asm, pdl)
-    options = launch_options(tile.warps, pdl)
-    grid = (triton.cdiv(outputs, tile.outputs),)
+    kernel: Any = _few
     with torch.cuda.device_of(x):
-        if tile.depth:
-            kernel: Any = _dots
-            sizes = (weight.codes.shape[1], tile.warps, tile.depth, tile.outputs)
-            kernel[grid](*tensors, outputs, eps, rows, width, *sizes, *kind, *flags[:5], asm, pdl, **options)
-        else:
-            kernel = _few
-            kernel[grid](*tensors, outputs, eps, rows, width, words, threads, tile.outputs, *kind, *flags, **options)
+        kernel[(triton.cdiv(outputs, tile.outputs),)](
+            x, x if gain is None else gain, *operands(weight, words=True), x if bias is None else bias, x if residual is None else residual,
+            y, outputs, eps, rows, width, words, threads, tile.outputs, *kind, *flags, **launch_options(tile.warps, pdl),
+        )  # fmt: skip
     return y

@@ -18,14 +18,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.ops.linear.quantised_tiles import ManyTile, scale_form
 from nanovllm.ops.linear.triton_code_loop import column_of, first_scales, summed_products, weight_tiles
-from nanovllm.ops.linear.triton_codes import operands
+from nanovllm.ops.linear.triton_codes import fields_of, operands, span_of
 from nanovllm.ops.linear.triton_many_rows import ask
 from nanovllm.ops.triton_parts import activated, launch_options, rounded
 from nanovllm.types import Float, Float32, Tensor
 
 LINE = 128  # bytes of a cache line of L2
 MOST_ASKED = 1024  # bytes of each output's codes that a program prefetches into L2 before it waits
-WRITTEN = 64  # pairs of codes of a row that a program of `_dequantise` reads
+WRITTEN = 32  # elements of codes of a row that a program of `_dequantise` reads
 HEIGHT = 16  # rows of a program of `_dequantise`
 
 
@@ -36,9 +36,9 @@ def _product(
     GROUPS: tl.constexpr, ROWS: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
     PARTS: tl.constexpr, WHOLE: tl.constexpr, LINES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (outputs, rows, part) computes `[BN, BP]` outputs over PART pairs of codes; partial sums are stored in float32.
+    """Program (outputs, rows, part) computes `[BN, BP]` outputs over PART elements of codes; partial sums are stored in float32.
 
-    It takes D pairs of each output's codes per step. `WHOLE`: no step reaches beyond the codes or the inputs.
+    It takes D elements of each output's codes per step. `WHOLE`: no step reaches beyond the codes or the inputs.
     """
     if PDL:
         gdc_launch_dependents()
@@ -53,10 +53,12 @@ def _product(
     source = x + b.to(tl.int64)[None, :] * K + d[:, None]
     biases = tl.load(bias + row)[:, None] if BIAS else 0.0
     start = part * PART
-    first = first_scales(scales, scale_row, up_row, column_of(start), K, FORM, GROUP, GROUPS, GATED)
+    first = first_scales(
+        scales, scale_row, up_row, column_of(start, NIBBLES), K, NIBBLES, FORM, GROUP, GROUPS, GATED, x.dtype.element_ty, ASM
+    )  # fmt: skip
     if PDL:
         if LINES:
-            lines = start + tl.arange(0, LINES)[None, :] * (128 * 8 // codes.dtype.element_ty.primitive_bitwidth)  # `LINE`
+            lines = start + tl.arange(0, LINES)[None, :] * 64  # elements of a `LINE`
             ask(codes + row.to(tl.int64)[:, None] * WIDTH + lines)
             if GATED:
                 ask(codes + (row + N).to(tl.int64)[:, None] * WIDTH + lines)
@@ -79,17 +81,17 @@ def _dequantise(
     codes, scales, zeros, out, N, first, K: tl.constexpr, WIDTH: tl.constexpr, H: tl.constexpr, D: tl.constexpr, NIBBLES: tl.constexpr,
     FP8: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, ZEROS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Program (rows, columns) writes H rows of D pairs of codes as weights: rows `first` ... `first` + N - 1 of the matrix to `out`."""
+    """Program (rows, columns) writes H rows of D elements of codes as weights: rows `first` ... `first` + N - 1 of the matrix to `out`."""
     n, d = tl.program_id(0) * H + tl.arange(0, H), tl.program_id(1) * D + tl.arange(0, D)
     row = first + tl.minimum(n, N - 1)
     tile = tl.load(codes + row.to(tl.int64)[:, None] * WIDTH + d[None, :], mask=(d < WIDTH)[None, :], other=0)
-    column = column_of(tl.program_id(1) * D)
+    column = column_of(tl.program_id(1) * D, NIBBLES)
     dtype: tl.constexpr = out.dtype.element_ty
-    low, high = weight_tiles(tile, scales, zeros, row // ROWS, column, K, NIBBLES, FP8, True, GROUP, GROUPS, ZEROS, D, dtype, ASM)
-    columns = column + tl.arange(0, D)
-    to = out + n.to(tl.int64)[:, None] * K + columns[None, :]
-    tl.store(to, low, mask=(n < N)[:, None] & (columns < K)[None, :])
-    tl.store(to + 64, high, mask=(n < N)[:, None] & (columns + 64 < K)[None, :])
+    tiles = weight_tiles(tile, scales, zeros, row // ROWS, column, K, NIBBLES, FP8, "spread", GROUP, GROUPS, ZEROS, D, dtype, ASM)
+    for field in tl.static_range(fields_of(NIBBLES)):
+        columns = column + field * span_of(NIBBLES) + tl.arange(0, D)
+        to = out + n.to(tl.int64)[:, None] * K + columns[None, :]
+        tl.store(to, tiles[field], mask=(n < N)[:, None] & (columns < K)[None, :])
 
 
 def product(
@@ -104,7 +106,7 @@ def product(
 ) -> Float[Tensor, "B N"]:
     """Compute `x @ weight.T + bias`, or `act(gate) * up` for a gate and an up projection stacked in `weight`.
 
-    All tensors are contiguous, `weight` is `in_pairs` and has no order, and `tile.parts` is 1. `asm` is as in
+    All tensors are contiguous, `weight` is `in_gpu_layout` and has no order, and `tile.parts` is 1. `asm` is as in
     `triton_quantised_few.launch`.
     """
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
@@ -131,10 +133,10 @@ def _launch(
     x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, y: Tensor, outputs: int, gated: bool, tile: ManyTile, pdl: bool, act: str,
     asm: bool,
 ) -> None:  # fmt: skip
-    (rows, columns), width = x.shape, weight.codes.shape[1]
+    (rows, columns), width = x.shape, weight.width
     part = triton.cdiv(triton.cdiv(width, tile.depth), tile.parts) * tile.depth
-    whole = width == part * tile.parts and columns == 2 * width
-    asked = min(MOST_ASKED, (part & -part) * weight.codes.itemsize) // LINE  # a power of two
+    whole = width == part * tile.parts and columns == weight.fields * width
+    asked = min(MOST_ASKED, (part & -part) * 2) // LINE  # a power of two
     lines = 0 if rows > tile.rows or not whole else asked  # none if programs share codes
     options = launch_options(tile.warps, pdl)
     kernel: Any = _product
@@ -148,7 +150,7 @@ def _launch(
 
 def dequantise(weight: QuantisedMatrix, first: int, out: Float[Tensor, "N K"], asm: bool = False) -> None:
     """Donates `out`. Write rows `first` ... of the matrix in the dtype of `out`, with columns in the order of the codes."""
-    (rows, columns), width = out.shape, weight.codes.shape[1]
+    (rows, columns), width = out.shape, weight.width
     kernel: Any = _dequantise
     with torch.cuda.device_of(out):
         kernel[(triton.cdiv(rows, HEIGHT), triton.cdiv(width, WRITTEN))](

@@ -107,7 +107,7 @@ def _cuda(x: Tensor, *given) -> Tensor:
 
 def _readable(matrix: QuantisedMatrix) -> bool:
     parts = (matrix.codes, matrix.scales, matrix.zeros, matrix.order)
-    return matrix.in_pairs and all(each is None or each.is_contiguous() for each in parts)
+    return matrix.in_gpu_layout and all(each is None or each.is_contiguous() for each in parts)
 
 
 def _one_by_one(x: Tensor, gate_up: QuantisedMatrix, down: QuantisedMatrix, chosen: Tensor, weights: Tensor, act: str) -> Tensor:

@@ -24,7 +24,7 @@ class GroupedTiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantisedFewTiles:
-    """As `FewTiles`, for quantised experts. `depth` is 0 in both."""
+    """As `FewTiles`, for quantised experts."""
 
     gate_up: FewTile
     down: FewTile

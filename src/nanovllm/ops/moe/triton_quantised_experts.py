@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.ops.linear.quantised_tiles import FewTile, ManyTile, scale_form
 from nanovllm.ops.linear.triton_code_loop import first_scales, summed_products
-from nanovllm.ops.linear.triton_codes import in_half, in_word, operands, word_column
+from nanovllm.ops.linear.triton_codes import fields_of, in_field, in_word, operands, span_of, summand_of, word_column
 from nanovllm.ops.moe.tiles import QuantisedFewTiles, QuantisedGroupedTiles
 from nanovllm.ops.moe.triton_experts import GROUP, combine, sort
 from nanovllm.ops.triton_parts import activated, launch_options
@@ -46,78 +46,66 @@ def _factor(
     scales, zeros, row, step: tl.constexpr, T: tl.constexpr, NIBBLES: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     ROWS: tl.constexpr, ZEROS: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """Load the scale and the zero of each thread's two words, `[BN, T]`, then those of their high codes, which differ if `APART`.
+    """Load the scale and the zero of each thread's two words, `[BN, T]`; if `APART`, those of each field, one after another.
 
     With one group the result is `[BN, 1]`. Beyond the last column, any scale will do.
     """
-    column = word_column(step * 2 * T + tl.arange(0, T) * 2, NIBBLES)
-    at = (row // ROWS)[:, None] if GROUPS == 1 else (row // ROWS * GROUPS)[:, None] + tl.minimum(column // GROUP, GROUPS - 1)[None, :]
-    scale = tl.load(scales + at).to(tl.float32)
-    zero = tl.load(zeros + at).to(tl.float32) if ZEROS else 0.0
-    high, high_zero = scale, zero
-    if APART:
-        at = (row // ROWS * GROUPS)[:, None] + tl.minimum((column + 64) // GROUP, GROUPS - 1)[None, :]
-        high = tl.load(scales + at).to(tl.float32)
-        high_zero = tl.load(zeros + at).to(tl.float32) if ZEROS else 0.0
-    return scale, zero, high, high_zero
+    found = ()
+    for field in tl.static_range(fields_of(NIBBLES) if APART else 1):
+        column = word_column(step * 2 * T + tl.arange(0, T) * 2, NIBBLES) + field * span_of(NIBBLES)
+        group = tl.minimum(column // GROUP, GROUPS - 1)[None, :]
+        at = (row // ROWS)[:, None] if GROUPS == 1 else (row // ROWS * GROUPS)[:, None] + group
+        found += (tl.load(scales + at).to(tl.float32), tl.load(zeros + at).to(tl.float32) if ZEROS else 0.0)
+    return found
 
 
 @triton.jit
-def _inputs(x, step: tl.constexpr, half: tl.constexpr, K: tl.constexpr, T: tl.constexpr, NIBBLES: tl.constexpr):
-    """Load the inputs that belong to the low or the high codes of two words per thread: tensors `[T, 2]` of float32, as in `in_half`."""
-    return in_half(x, step * 2 * T + (tl.arange(0, T)[:, None] * 2 + tl.arange(0, 2)[None, :]), half, K, NIBBLES)
+def _inputs(x, step: tl.constexpr, K: tl.constexpr, T: tl.constexpr, NIBBLES: tl.constexpr):
+    """Load the inputs that belong to two words per thread: for each field two tensors `[T, 2]` of float32, as in `in_field`."""
+    found = ()
+    for field in tl.static_range(fields_of(NIBBLES)):
+        found += (in_field(x, step * 2 * T + (tl.arange(0, T)[:, None] * 2 + tl.arange(0, 2)[None, :]), field, K, NIBBLES),)
+    return found
 
 
 @triton.jit
 def _sums(
-    words, low, high, factor, T: tl.constexpr, BN: tl.constexpr, NIBBLES: tl.constexpr, FP8: tl.constexpr, GROUPS: tl.constexpr,
+    words, inputs, factor, T: tl.constexpr, BN: tl.constexpr, NIBBLES: tl.constexpr, FP8: tl.constexpr, GROUPS: tl.constexpr,
     ZEROS: tl.constexpr, APART: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Sum the products of two words per thread with their inputs: `[BN, T]`. A single scale of all columns is not applied.
 
     Codes of integers have a summand (`in_word`), which is subtracted from the start: half of it in each of the two words.
     """
-    EACH: tl.constexpr = 4 if NIBBLES else 2  # codes of half a word
-    LESS: tl.constexpr = 132.0 if NIBBLES else 576.0
-    LESS_HIGH: tl.constexpr = 12.0 if NIBBLES else 576.0
-    added, more = _added(low, NIBBLES), _added(high, NIBBLES)
-    product = tl.zeros([BN, T, 2], tl.float32)
-    other = product
-    if not FP8 and APART:
-        product = tl.broadcast_to((-LESS * added)[None, :, None], [BN, T, 2])
-        other = tl.broadcast_to((-LESS_HIGH * more)[None, :, None], [BN, T, 2])
-    elif not FP8:
-        product = tl.broadcast_to((-LESS * added - LESS_HIGH * more)[None, :, None], [BN, T, 2])
-    wide = in_word(words, 0, NIBBLES, FP8, ASM)
-    for i in tl.static_range(EACH):
-        product += wide[i] * low[i][None, :, :]
-    wide = in_word(words, 1, NIBBLES, FP8, ASM)
-    if APART:
-        for i in tl.static_range(EACH):
-            other += wide[i] * high[i][None, :, :]
-        total, second = tl.sum(product, 2), tl.sum(other, 2)
-        if ZEROS:
-            total -= factor[1] * added[None, :]
-            second -= factor[3] * more[None, :]
-        total = total * factor[0] + second * factor[2]
-    else:
-        for i in tl.static_range(EACH):
-            product += wide[i] * high[i][None, :, :]
+    FIELDS: tl.constexpr = fields_of(NIBBLES)
+    added = ()  # the sums of a thread's inputs by field
+    start = tl.zeros([T], tl.float32)
+    every = tl.zeros([T], tl.float32)
+    for field in tl.static_range(FIELDS):
+        more = tl.sum(inputs[field][0] + inputs[field][1], 1)
+        start -= 0.5 * summand_of(field, NIBBLES, FP8) * more
+        every += more
+        added += (more,)
+    total = tl.zeros([BN, T], tl.float32)
+    product = tl.broadcast_to(start[None, :, None], [BN, T, 2])
+    for field in tl.static_range(FIELDS):
+        if APART:
+            product = tl.broadcast_to((-0.5 * summand_of(field, NIBBLES, FP8) * added[field])[None, :, None], [BN, T, 2])
+        wide = in_word(words, field, NIBBLES, FP8, ASM)
+        for i in tl.static_range(2):
+            product += wide[i] * inputs[field][i][None, :, :]
+        if APART:
+            part = tl.sum(product, 2)
+            if ZEROS:
+                part -= factor[2 * field + 1] * added[field][None, :]
+            total += part * factor[2 * field]
+    if not APART:
         total = tl.sum(product, 2)
         if ZEROS:
-            total -= factor[1] * (added + more)[None, :]
+            total -= factor[1] * every[None, :]
         if GROUPS > 1:
             total *= factor[0]
     return total
-
-
-@triton.jit
-def _added(inputs, NIBBLES: tl.constexpr):
-    """Sum a thread's inputs, which are those of two words: `[T]`."""
-    total = inputs[0] + inputs[1]
-    if NIBBLES:
-        total += inputs[2] + inputs[3]
-    return tl.sum(total, 1)
 
 
 @triton.jit
@@ -134,7 +122,7 @@ def _quantised_few_gate_up(
         gdc_launch_dependents()
         gdc_wait()
     STEPS: tl.constexpr = (WORDS + 2 * T - 1) // (2 * T)
-    APART: tl.constexpr = GROUP % 128 != 0 and GROUPS > 1  # the halves of a word have different scales
+    APART: tl.constexpr = GROUP % 128 != 0 and GROUPS > 1  # the fields of a word have different scales
     pair, n = tl.program_id(0), tl.program_id(1) * BN + tl.arange(0, BN)
     there, row = n < N, tl.minimum(n, N - 1)
     expert = tl.load(chosen + pair).to(tl.int64)
@@ -153,10 +141,9 @@ def _quantised_few_gate_up(
     gate = tl.zeros([BN, T], tl.float32)
     up = tl.zeros([BN, T], tl.float32)
     for step in tl.static_range(STEPS):
-        low = _inputs(source, step, 0, K, T, NIBBLES)
-        high = _inputs(source, step, 1, K, T, NIBBLES)
-        gate += _sums(gates[step], low, high, gate_factors[step if GROUPS > 1 else 0], T, BN, NIBBLES, FP8, GROUPS, ZEROS, APART, ASM)
-        up += _sums(ups[step], low, high, up_factors[step if GROUPS > 1 else 0], T, BN, NIBBLES, FP8, GROUPS, ZEROS, APART, ASM)
+        inputs = _inputs(source, step, K, T, NIBBLES)
+        gate += _sums(gates[step], inputs, gate_factors[step if GROUPS > 1 else 0], T, BN, NIBBLES, FP8, GROUPS, ZEROS, APART, ASM)
+        up += _sums(ups[step], inputs, up_factors[step if GROUPS > 1 else 0], T, BN, NIBBLES, FP8, GROUPS, ZEROS, APART, ASM)
     if GROUPS == 1:
         gate *= gate_factors[0][0]
         up *= up_factors[0][0]
@@ -194,10 +181,9 @@ def _quantised_few_down(
         source = h + (token * TOP + j).to(tl.int64) * K
         acc = tl.zeros([BN, T], tl.float32)
         for step in tl.static_range(STEPS):
-            low = _inputs(source, step, 0, K, T, NIBBLES)
-            high = _inputs(source, step, 1, K, T, NIBBLES)
+            inputs = _inputs(source, step, K, T, NIBBLES)
             factor = factors[j * EACH + (step if GROUPS > 1 else 0)]
-            acc += _sums(held[j * STEPS + step], low, high, factor, T, BN, NIBBLES, FP8, GROUPS, ZEROS, APART, ASM)
+            acc += _sums(held[j * STEPS + step], inputs, factor, T, BN, NIBBLES, FP8, GROUPS, ZEROS, APART, ASM)
         if GROUPS == 1:
             acc *= factors[j][0]
         total += acc * weight
@@ -213,7 +199,7 @@ def _quantised_grouped(
 ):  # fmt: skip
     """Program (block, outputs) computes `[BN, BP]` outputs of one expert's product; programs are ordered in groups of BLOCKS blocks.
 
-    It takes D pairs of each output's codes per step. `GATED` and the table are as in `triton_experts`, `FORM` as in `scale_form`, and
+    It takes D elements of each output's codes per step. `GATED` and the table are as in `triton_experts`, `FORM` as in `scale_form`, and
     `WHOLE`: no step reaches beyond the codes or the inputs.
     """
     if PDL:
@@ -238,9 +224,9 @@ def _quantised_grouped(
     scales += expert * SCALES
     zeros += expert * SCALES
     scale_row, up_row = row // ROWS, (row + N) // ROWS
-    first_four = first_scales(scales, scale_row, up_row, 0, K, FORM, GROUP, GROUPS, GATED)
+    found = first_scales(scales, scale_row, up_row, 0, K, NIBBLES, FORM, GROUP, GROUPS, GATED, x.dtype.element_ty, ASM)
     acc, other = summed_products(
-        rows, on, own, up_own, scales, zeros, scale_row, up_row, first_four, 0, WIDTH, K, WIDTH, BP, BN, D, STAGES, NIBBLES, FP8, FORM,
+        rows, on, own, up_own, scales, zeros, scale_row, up_row, found, 0, WIDTH, K, WIDTH, BP, BN, D, STAGES, NIBBLES, FP8, FORM,
         GROUP, GROUPS, ZEROS, GATED, WHOLE, ASM,
     )  # fmt: skip
     if GATED:
@@ -261,7 +247,7 @@ def launch(
 ) -> Float[Tensor, "T M"]:
     """Launch the kernels of the op `quantised_experts` in this tile configuration, for at least one token.
 
-    All tensors are contiguous, and the matrices are `in_pairs`.
+    All tensors are contiguous, and the matrices are `in_gpu_layout`.
     `asm`: convert codes by PTX of compute capability 9.0, not by plain operations.
     """
     (tokens, k), (num, width, inner) = chosen.shape, down.shape
@@ -295,7 +281,7 @@ def _launch_few(
     kernel: Any, x: Tensor, matrix: QuantisedMatrix, others: tuple[Tensor, ...], outputs: int, k: int, tile: FewTile, act: tuple[str, ...],
     pdl: bool, asm: bool,
 ) -> None:  # fmt: skip
-    programs, words = others[-1].shape[0], matrix.codes.shape[2] * matrix.codes.itemsize // 4
+    programs, words = others[-1].shape[0], matrix.width // 2
     threads = min(32 * tile.warps, triton.next_power_of_2(triton.cdiv(words, 2)))
     whole = outputs % tile.outputs == 0 and words % (2 * threads) == 0
     kernel[(programs, triton.cdiv(outputs, tile.outputs))](
@@ -308,8 +294,8 @@ def _launch_grouped(
     x: Tensor, matrix: QuantisedMatrix, y: Tensor, order: Tensor, table: Tensor, blocks: int, k: int, gated: bool, act: str, tile: ManyTile,
     pdl: bool, asm: bool,
 ) -> None:  # fmt: skip
-    outputs, columns, width = y.shape[1], matrix.columns, matrix.codes.shape[2]
-    whole = width % tile.depth == 0 and columns == 2 * width
+    outputs, columns, width = y.shape[1], matrix.columns, matrix.width
+    whole = width % tile.depth == 0 and columns == matrix.fields * width
     kernel: Any = _quantised_grouped
     kernel[(blocks * triton.cdiv(outputs, tile.outputs),)](
         x, *operands(matrix), order, table, y, blocks, outputs, columns, width, k, GROUP, tile.rows, tile.outputs, tile.depth,

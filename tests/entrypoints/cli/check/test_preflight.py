@@ -300,3 +300,28 @@ def test_tokens_are_those_of_an_engine(windows: tuple[int, ...], tmp_path: Path,
     assert memory.tokens == 16 * (frames if windows == (8, 8) else pages)
     assert memory.window_tokens == (16 * frames if windows == (8, 0) else None)
     assert ("tokens in sliding-window layers" in text(look(folder))) == (windows == (8, 0))
+
+
+@pytest.mark.parametrize("name", ["fp8 in blocks", "compressed W8A8", "compressed W4A16", None])
+@pytest.mark.parametrize("gpu", [False, True])
+def test_the_fill_of_quantised_matrices_is_counted(name: str | None, gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of codes are filled to whole blocks: for the layout of a GPU always, else those of 4 bits. None: rounded while loading."""
+    from nanovllm.ops.linear.quantised import QuantisedMatrix, gpu_layout
+    from tests.loading.quantisation.encoders import ENCODERS
+    from tests.loading.quantisation.test_formats import SIZES, folders
+
+    if gpu:
+        for module in ("loading.quantisation.arranging", "ops.linear.quantise"):
+            monkeypatch.setattr(f"nanovllm.{module}.laid_out", gpu_layout)
+    folder = folders(tmp_path, ENCODERS[name or "gptq"], tiny_config(**SIZES))[0 if name else 1]
+    for kind in ("fp8", "int8", "int4") if name is None else (None,):
+        model = nv.load_model(folder, "cpu", "float32", tokenizer=False, quantization=kind)
+        leaves = pytree.tree_leaves(model.params, is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix))
+        assert any(isinstance(leaf, QuantisedMatrix) and leaf.columns % 128 for leaf in leaves)
+        hf = json.loads((folder / "config.json").read_text())
+        found = preflight._weights(
+            folder, model.spec, model.config, CUDA if gpu else CPU, torch.float32, preflight.read_quantisation(hf, folder),
+            preflight.require_rounding(kind, False), [],
+        )  # fmt: skip
+        stored = 7 * 16 * len(model.params.layers) if name == "compressed W4A16" else 0  # `weight_shape` of seven matrices a layer
+        assert found.held == sum(leaf.nbytes for leaf in leaves if leaf is not None) + stored

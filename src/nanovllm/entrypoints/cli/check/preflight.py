@@ -33,7 +33,9 @@ from nanovllm.models.init_params import num_params, without_memory
 from nanovllm.models.registry import REGISTRY, fitted
 from nanovllm.models.spec import ModelSpec
 from nanovllm.ops.kv_cache.fp8 import FP8
+from nanovllm.ops.linear.code_layouts import fill
 from nanovllm.ops.linear.quantise import Kind, quantise
+from nanovllm.ops.linear.quantised import gpu_layout
 from nanovllm.state.kv_cache import require_kv_dtype
 from nanovllm.tokenizer.tokenizer import Tokenizer
 from nanovllm.types import FLOATS, dtype_of
@@ -276,9 +278,10 @@ def _weights(
         table, empty = spec.param_table(config), without_memory(config, dtype)
         pairs = list(zip(pytree.tree_leaves(table), pytree.tree_leaves(empty), strict=True))
         stored = stored_matrices(headers, table, quantisation)
-        held = sum(_held(info, leaf.nbytes, stored, headers) for info, leaf in pairs if info is not None and leaf is not None)
+        gpu = device.type == "cuda"
+        held = sum(_held(info, leaf.nbytes, stored, headers, gpu) for info, leaf in pairs if info is not None and leaf is not None)
         if rounding is not None:
-            held += _saved(table, rounding, dtype)
+            held += _saved(table, rounding, dtype, gpu)
         moved = max((leaf.nbytes for info, leaf in pairs if info is not None and (info.transposed or info.channels)), default=0)
         if headers:
             problems += shortened(header_faults(headers, table, config, stored))
@@ -292,22 +295,27 @@ def _weights(
     )
 
 
-def _saved(table: Params[ParamInfo], rounding: Rounding, dtype: torch.dtype) -> int:
+def _saved(table: Params[ParamInfo], rounding: Rounding, dtype: torch.dtype, gpu: bool) -> int:
     """The bytes that rounding adds to the weights: less than 0, except for a head that becomes a matrix of its own."""
 
     def rounded(info: ParamInfo) -> int:
-        return quantise(torch.empty(info.shape, device="meta"), rounding.kind).nbytes
+        matrix = quantise(torch.empty(info.shape, device="meta"), rounding.kind)
+        return (gpu_layout(matrix) if gpu else matrix).nbytes
 
     added = sum(rounded(info) - math.prod(info.shape) * (info.dtype or dtype).itemsize for info in quantisable(table, head=rounding.head))
     return added + (rounded(table.embed) if rounding.head and table.head is None else 0)
 
 
-def _held(info: ParamInfo, whole: int, stored: StoredMatrices, headers: Mapping[str, TensorHeader]) -> int:
-    """The bytes that a parameter takes: those of its quantised tensors in the checkpoint, or `whole`."""
+def _held(info: ParamInfo, whole: int, stored: StoredMatrices, headers: Mapping[str, TensorHeader], gpu: bool) -> int:
+    """The bytes that a parameter takes: those of its quantised tensors in the checkpoint and the fill of their last blocks, or `whole`."""
     if not info.sources or not all(name in stored.formats for name in info.sources):
         return whole
     names = [f"{module_of(name)}.{suffix}" for name in info.sources for suffix in stored.parts(name)]
-    return sum(headers[name].stop - headers[name].start for name in names if name in headers)
+    filled = 0
+    for name in info.sources:
+        bits, (rows, columns) = stored.formats[name].bits, stored.shapes[name]
+        filled += rows * fill(bits, columns, gpu) * bits // 8
+    return filled + sum(headers[name].stop - headers[name].start for name in names if name in headers)
 
 
 def _judge(config: ModelConfig, weights: Weights, memory: Memory, device: torch.device, problems: list[str], notes: list[str]) -> None:
