@@ -7,7 +7,7 @@ import torch
 
 from nanovllm.ops.linear import scaled_product
 from nanovllm.ops.linear.quantise import quantise
-from nanovllm.ops.linear.quantised import QuantisedMatrix, by_row, paired
+from nanovllm.ops.linear.quantised import QuantisedMatrix, by_row, gpu_layout
 from nanovllm.testing.quantised_problems import quantised_problem
 from tests.ops.interpreted_fp8 import convert_as_torch
 
@@ -31,7 +31,7 @@ def test_rounded_rows_have_the_order_of_paired_codes(width: int, monkeypatch: py
     x, matrix = inputs(5, width), quantise(torch.randn(16, width, generator=torch.Generator().manual_seed(1)), "fp8")
     codes, scales = rounded_rows(x)
     assert codes.shape == (5, -(-width // 128) * 128) and codes.dtype == torch.float8_e4m3fn
-    stored = paired(matrix).codes.view(torch.float8_e4m3fn)
+    stored = gpu_layout(matrix).codes.view(torch.float8_e4m3fn)
     got = (codes.double() * scales.double()) @ stored.double().T * matrix.scales.double().T
     torch.testing.assert_close(got, scaled_product.reference(x, matrix, None))
 

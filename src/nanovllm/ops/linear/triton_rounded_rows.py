@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.ops.linear.quantised import BLOCK, HALF
+from nanovllm.ops.linear.code_layouts import BLOCK, HALF
 from nanovllm.ops.triton_parts import launch_options
 from nanovllm.types import Float, Float32, Tensor
 
