@@ -48,6 +48,7 @@ from nanovllm.ops.linear.quantised_tiles import (
     few_tile,
     many_fits,
     many_tile,
+    parts_of_product,
     split_fits,
     split_tile,
 )
@@ -168,9 +169,12 @@ def many_ways(each: Matrix, weight: QuantisedMatrix, rows: int, given: dict[str,
 
     new, memory = dependent_launch(CUDA), shared_memory(CUDA)
     usual, seen = many_tile(weight, rows, each.gated, processors(CUDA), memory, split=each.added), set[ManyTile]()
-    for change in ({}, *changes):
+    split = not each.gated and each.name != "head"
+    if split and not each.added:
+        usual = replace(usual, parts=parts_of_product(weight, usual, rows, processors(CUDA)))
+    for change in ({}, *changes, *([{"parts": parts} for parts in (1, 2, 4)] if split else [])):
         tile = replace(usual, **change)
-        if tile in seen or not many_fits(tile, weight, each.gated, memory, split=each.added):
+        if tile in seen or not many_fits(tile, weight, each.gated, memory, split=split):
             continue
         seen.add(tile)
 
@@ -181,7 +185,7 @@ def many_ways(each: Matrix, weight: QuantisedMatrix, rows: int, given: dict[str,
             else:
                 y = triton_quantised_many.product(x, w, None, each.gated, tile, new, asm=new)
             if not each.added:
-                return y
+                return y if tile.parts == 1 else triton_many_rows.summed(y, None, BF16, new)
             return triton_many_rows.sum_norm(y if tile.parts > 1 else y[None], None, given["residual"], given["gain"], EPS, new)
 
         yield Way(name="many", tile=astuple(tile), call=call)

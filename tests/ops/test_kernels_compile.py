@@ -119,6 +119,7 @@ def test_norms_about_the_residual(compiled: Compiled, width: int, gains: torch.d
         for extra in (None, bias):
             for inner in (None, gain):
                 triton_many_rows.sum_norm(parts, extra, rows, gain, 1e-6, compiled.pdl, inner)
+            triton_many_rows.summed(torch.zeros(4, 3, width), extra, BF16, compiled.pdl)
     for residual in (None, rows):
         triton_many_rows.norm_add(rows, gain, residual, 1e-6, compiled.pdl)
     compiled.check()

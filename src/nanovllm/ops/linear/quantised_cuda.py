@@ -14,7 +14,16 @@ import torch.nn.functional as F
 from nanovllm.ops.backends import dependent_launch, own_kernels, processors, shared_memory
 from nanovllm.ops.linear import scaled_product
 from nanovllm.ops.linear.quantised import QuantisedMatrix
-from nanovllm.ops.linear.quantised_tiles import FUSED_ROWS, SCRATCH, few_tile, many_tile, serves_few, serves_split, split_tile
+from nanovllm.ops.linear.quantised_tiles import (
+    FUSED_ROWS,
+    SCRATCH,
+    few_tile,
+    many_tile,
+    parts_of_product,
+    serves_few,
+    serves_split,
+    split_tile,
+)
 from nanovllm.types import Float, Tensor
 
 ALIGNED = 128  # rows of the pieces of a matrix that is dequantised are a multiple of this number
@@ -87,7 +96,13 @@ def product(
     elif serves_few(weight, len(x)):
         y = triton_quantised_few.launch(x, weight, None, bias, None, 0.0, False, few_tile(weight, False), new, act, new)
     else:
-        y = triton_quantised_many.product(x, weight, bias, False, many_tile(weight, len(x), False, *_limits(x.device)), new, act, new)
+        tile = many_tile(weight, len(x), False, *_limits(x.device))
+        parts = parts_of_product(weight, tile, len(x), _limits(x.device)[0])
+        if parts == 1:
+            y = triton_quantised_many.product(x, weight, bias, False, tile, new, act, new)
+        else:
+            sums = triton_quantised_many.partial_product(x, weight, replace(tile, parts=parts), new, new)
+            y = triton_many_rows.summed(sums, bias, x.dtype, new)
     return triton_many_rows.gate(y, new, act) if gated else y
 
 

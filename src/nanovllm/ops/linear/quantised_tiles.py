@@ -12,6 +12,7 @@ from nanovllm.ops.linear.quantised import QuantisedMatrix
 SUMMED = 4  # rows of the kernel for few rows, at most: each row is in registers
 SUMMED_ROWS = 2  # up to so many rows, it is the default
 SPLIT_ROWS = 16  # of the kernel whose warps divide the inputs, at most
+SUMMED_PARTS = 64  # rows up to which parts of a product are summed by a kernel of their own
 SPLIT_KINDS = ("int4",)  # which it multiplies by default
 FUSED_ROWS = 512  # above it, a matrix is dequantised into memory once and torch multiplies
 SCRATCH = 32 << 20  # bytes of dequantised weights at once, which stay in an H200's L2
@@ -188,6 +189,17 @@ def many_tile(matrix: QuantisedMatrix, rows: int, gated: bool, processors: int, 
     while tile.stages > 1 and not many_fits(tile, matrix, gated, memory, split=split):
         tile = replace(tile, stages=tile.stages - 1)
     return tile
+
+
+def parts_of_product(matrix: QuantisedMatrix, tile: ManyTile, rows: int, processors: int) -> int:
+    """Return into how many parts a product that nothing is added to divides its inputs. Their sum takes another launch.
+
+    Some dozens of rows with codes of 4 bits take so few programs of 128 outputs that most multiprocessors would be idle.
+    """
+    programs = -(-matrix.shape[0] // tile.outputs) * -(-rows // tile.rows)
+    if matrix.bits == 8 or rows > SUMMED_PARTS or scale_form(matrix, tile.depth) == "spread":
+        return 1
+    return 4 if 2 * programs < processors else 2 if programs < processors else 1
 
 
 def many_fits(tile: ManyTile, matrix: QuantisedMatrix, gated: bool, memory: int, *, split: bool) -> bool:

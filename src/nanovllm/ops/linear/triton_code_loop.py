@@ -4,8 +4,8 @@ Codes come to shared memory as they are, become numbers in registers, and multip
 where scales come in (`scale_form`). The scales of a step are loaded a step earlier.
 """
 
-# pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
-# (types of kernels' arguments, names bound in a compile-time branch, and loop ranges without `__next__`)
+# pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false, reportAssignmentType=false
+# (compile-time constants, types of kernels' arguments, names bound in a compile-time branch, and loop ranges without `__next__`)
 
 import triton
 import triton.language as tl

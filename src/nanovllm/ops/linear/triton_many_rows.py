@@ -186,6 +186,13 @@ def sum_norm(
     return y, h
 
 
+def summed(parts: Float[Tensor, "parts B M"], bias: Float[Tensor, "M"] | None, dtype: torch.dtype, pdl: bool) -> Float[Tensor, "B M"]:
+    """Compute the sum of parts, plus a bias if given, in a dtype. All tensors are contiguous."""
+    y = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
+    _rows(parts, bias, None, None, None, y, None, 0.0, pdl)
+    return y
+
+
 def norm_add(
     x: Float[Tensor, "B M"], gain: Float[Tensor, "M"], residual: Float[Tensor, "B M"] | None, eps: float, pdl: bool
 ) -> Float[Tensor, "B M"]:
