@@ -17,16 +17,18 @@ from nanovllm.entrypoints.cli import main as cli
 from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES
 from nanovllm.entrypoints.cli.tune.kernel_search import Unfit
 from nanovllm.entrypoints.cli.tune.measure import Recorder, measuring
+from nanovllm.loading.quantisation.rounding import Rounding, rounded_params
 from nanovllm.models.fast.cuts import DEFAULT, StepCuts
 from nanovllm.models.tuning.candidates import default_cut, neighbours, starts
 from nanovllm.models.tuning.choose import cuts_for, machine_of
 from nanovllm.models.tuning.file import default_path, key_of, read_cuts
-from nanovllm.models.tuning.launches import Machine, Work, works
+from nanovllm.models.tuning.launches import Machine, Work, codes_of, works
 from nanovllm.ops.attention.fused_plan import FusedDecodePlan
 from nanovllm.ops.attention.rope_attend import rope_attend
 from nanovllm.ops.cuts import Cut, CutError
 from nanovllm.ops.linear.linear_add_norm import BY_LIBRARY, linear_add_norm
 from nanovllm.ops.linear.norm_linear import norm_linear
+from nanovllm.ops.linear.quantise import Kind
 from nanovllm.testing.models import random_model, tiny_config
 from nanovllm.testing.problems import attention_problem, linear_problem, wide_norm_linear
 
@@ -50,7 +52,8 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def layer_of(model: nv.Model, rows: int) -> tuple[Work, ...]:
-    return tuple(work for work in works(model.config, rows, machine_of(model)) if work.part != "head")
+    found = works(model.config, rows, machine_of(model), codes_of(model.params))
+    return tuple(work for work in found if work.part != "head")
 
 
 def some_starts(work: Work, machine: Machine, before: Cut = ()) -> tuple[Cut, ...]:
@@ -127,11 +130,13 @@ def test_the_file_of_another_gpu_is_refused(tuned: tuple[Path, dict[str, Any]], 
         nv.init_state(small(), tuning=other, **LIMITS)
 
 
-@pytest.mark.parametrize("rows", [2, 8, 24])
-def test_what_is_tried_computes_the_same(rows: int) -> None:
+@pytest.mark.parametrize(("kind", "rows"), [(None, 2), (None, 8), (None, 24), ("int4", 1), ("int4", 24), ("fp8", 2), ("int8", 8)])
+def test_what_is_tried_computes_the_same(kind: Kind | None, rows: int) -> None:
     """Measuring refuses what differs from the default: nothing that is tried on this GPU may. A start and a neighbour of each kernel, and
     then all of these together in one chain."""
     model = small()
+    if kind is not None:
+        model = replace(model, params=rounded_params(model.params, Rounding(kind=kind)))
     machine, layer, last = machine_of(model), layer_of(model, rows), DEFAULT
     with measuring(model, Recorder(model.device), layer) as bench:
         measure = bench.measure

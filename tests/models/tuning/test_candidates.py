@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from typing import Any
 
@@ -25,12 +25,13 @@ from nanovllm.models.fast.choice import FastChoice
 from nanovllm.models.fast.cuts import DEFAULT, PARTS, Cuts, StepCuts, with_cuts
 from nanovllm.models.fast.path import FastPath
 from nanovllm.models.tuning.candidates import default_cut, neighbours, reachable, starts, valid
-from nanovllm.models.tuning.launches import Machine, Work, works
+from nanovllm.models.tuning.launches import PRODUCTS, Codes, Machine, Work, works
 from nanovllm.ops.attention.fused_plan import FusedDecodePlan, attention_fits, cut_of
 from nanovllm.ops.cuts import Cut, CutError, named
 from nanovllm.ops.linear import norm_linear as few
 from nanovllm.ops.linear.linear_add_norm import BY_LIBRARY, given_wide_tile, wide_tile
 from nanovllm.ops.linear.norm_linear import given_tile, tile_of
+from nanovllm.ops.linear.quantised_tiles import given_tile as given_quantised
 from nanovllm.ops.linear.tiles import Tile, WideTile
 from nanovllm.state.kv_cache import init_kv
 from nanovllm.testing.models import random_model, tiny_config
@@ -138,6 +139,55 @@ def test_every_candidate_is_valid_for_its_shape(
                 assert all(taken(work, one, machine) for one in near)
                 at = data.draw(st.sampled_from(near)) if near else at
         assert all(taken(work, other, machine) for other in others)
+
+
+@st.composite
+def quantised_works(draw: st.DrawFn) -> tuple[tuple[Work, ...], Machine]:
+    """The kernels of a model whose matrices are quantised in any of the forms of checkpoints, each in its own."""
+    kinds = st.sampled_from(
+        [
+            Codes(kind="int4", group=128, rows=1, zeros=False),
+            Codes(kind="int4", group=32, rows=1, zeros=True),
+            Codes(kind="int8", group=1 << 20, rows=1, zeros=False),
+            Codes(kind="fp8", group=128, rows=128, zeros=False),
+            Codes(kind="fp8", group=1 << 20, rows=1, zeros=False),
+            None,
+        ]
+    )
+    shape, machine = draw(st.one_of(st.sampled_from(list(SHAPES)), SIZES)), draw(st.sampled_from(MACHINES))
+    config, codes = SHAPES[shape] if isinstance(shape, str) else sized(*shape), {part: draw(kinds) for part in (*PRODUCTS, "head")}
+    rows = draw(st.one_of(st.integers(1, 20), st.integers(1, 300)))
+    given_ = {part: each for part, each in codes.items() if each is not None}
+    return tuple(work for work in works(config, rows, machine, given_) if work.codes is not None), machine
+
+
+@pytest.mark.unhooked
+@given(quantised_works(), st.data())
+def test_every_candidate_of_a_quantised_product_is_taken(drawn: tuple[tuple[Work, ...], Machine], data: st.DataObject) -> None:
+    """By one of the kernels, whose number of integers it has. Some candidates are of other kernels than the default."""
+    each, machine = drawn
+    for work in each:
+        usual, tried = default_cut(work, machine), set[int]()
+        for place in (usual, *starts(work, machine)):
+            at = place
+            for _ in range(2):
+                near = neighbours(work, at, machine)
+                assert at not in near and all(len(one) == len(at) for one in near)
+                for one in (at, *near):
+                    split = work.form == "sum"
+                    tile = given_quantised(one, work.matrix, work.rows, work.gated, machine.processors, machine.memory, split=split)
+                    assert astuple(tile) == one
+                at = data.draw(st.sampled_from(near)) if near else at
+            tried.add(len(place))
+        if work.rows == 1 and work.form == "few" and work.width % 4096 == 0:
+            assert len(tried) >= 2, work
+
+
+@pytest.mark.parametrize(("cut", "why"), [((1, 2, 3), "names none"), ((3, 4), "does not fit"), ((64, 16, 64, 4, 3, 4), "does not fit")])
+def test_cuts_that_no_kernel_of_codes_takes(cut: Cut, why: str) -> None:
+    matrix = Codes(kind="int4", group=128, rows=1, zeros=False).matrix(4096, 4096)
+    with pytest.raises(CutError, match=why):
+        given_quantised(cut, matrix, 1, True, 132, 200_000)
 
 
 def sized(kv_heads: int, group: int, head_dim: int, hidden: int, ffn: int) -> ModelConfig:

@@ -27,6 +27,7 @@ from nanovllm.entrypoints.cli.tune.kernel_search import Unfit
 from nanovllm.entrypoints.cli.tune.layer_search import Bench
 from nanovllm.executor import build_executor as building
 from nanovllm.executor.eager import EagerExecutor
+from nanovllm.loading.quantisation.rounding import Rounding, rounded_params
 from nanovllm.models.check import examine
 from nanovllm.models.fast.choice import FastChoice, all_fast
 from nanovllm.models.fast.cuts import Cuts, StepCuts
@@ -36,6 +37,7 @@ from nanovllm.models.tuning.file import LARGEST, default_path, key_of, read_cuts
 from nanovllm.models.tuning.launches import Machine, works
 from nanovllm.ops.compile_ahead import FirstStart
 from nanovllm.ops.cuts import CutError
+from nanovllm.ops.linear.quantise import KINDS
 from nanovllm.state.kv_cache import init_kv
 from nanovllm.testing.models import random_model, tiny_config
 
@@ -233,6 +235,24 @@ def test_what_is_written_is_its_users_alone(served: Path) -> None:
     finally:
         os.umask(before)
     assert use.cuts_for(MODEL, None) is not None
+
+
+def test_quantised_weights_have_files_of_their_own(tmp_path: Path) -> None:
+    """Their key names how each matrix is quantised, and their cuts those of other kernels."""
+    plain, path = key_of(MODEL), tmp_path / "cuts.json"
+    models = {kind: replace(MODEL, params=rounded_params(MODEL.params, Rounding(kind=kind))) for kind in KINDS}
+    keys = [plain, *map(key_of, models.values())]
+    assert len({default_path(key) for key in keys}) == 4 and "quantised" not in plain["shapes"]
+    assert keys[1]["shapes"]["quantised"]["qkv"] == {"kind": "fp8", "group": MODEL.config.hidden_size, "rows": 1, "zeros": False}
+    steps = Map({8: StepCuts(qkv=(64, 16, 64, 2, 1, 4))})
+    write_cuts(path, keys[1], steps, [])
+    assert read_cuts(path, models["fp8"], H200).steps == steps
+    for other in (MODEL, models["int8"]):
+        with pytest.raises(nv.TuningFileError, match="measured for another"):
+            read_cuts(path, other, H200)
+    write_cuts(path, keys[1], Map({8: StepCuts(qkv=(1, 2, 3, 4))}), [])
+    with pytest.raises(nv.TuningFileError, match="qkv of 8 rows cannot use"):
+        read_cuts(path, models["fp8"], H200)
 
 
 def test_a_file_without_cuts_is_the_defaults(served: Path) -> None:

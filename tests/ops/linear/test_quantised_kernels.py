@@ -289,10 +289,10 @@ def test_the_ops_obey_their_schemas(kind: Kind) -> None:
     m, x, gain = quantised_problem(kind, 24, 40, group=8, order=True), inputs(3, 40), torch.rand(40)
     spread = (m.codes, m.scales, m.zeros, m.order, m.columns, m.group, m.rows, False)
     ops: Any = torch.ops.nanovllm
-    torch.library.opcheck(ops.quantised_norm_linear.default, (x, *spread, gain, None, None, 1e-6, True, "silu"))
+    torch.library.opcheck(ops.quantised_norm_linear.default, (x, *spread, gain, None, None, 1e-6, True, "silu", []))
     residual, norm = inputs(3, 24), torch.rand(24)
-    torch.library.opcheck(ops.quantised_norm_linear.default, (x, *spread, None, torch.rand(24), residual, 1e-6, False, "silu"))
-    torch.library.opcheck(ops.quantised_linear_add_norm.default, (x, *spread, None, residual, norm, 1e-6, None))
+    torch.library.opcheck(ops.quantised_norm_linear.default, (x, *spread, None, torch.rand(24), residual, 1e-6, False, "silu", []))
+    torch.library.opcheck(ops.quantised_linear_add_norm.default, (x, *spread, None, residual, norm, 1e-6, None, []))
 
 
 def test_inputs_are_gathered_in_the_order_of_the_codes() -> None:

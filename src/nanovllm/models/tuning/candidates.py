@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import astuple, replace
 
+from nanovllm.models.tuning import quantised_candidates as quantised
 from nanovllm.models.tuning.launches import Machine, Work
 from nanovllm.ops.attention.fused_plan import attention_fits, cut_of
 from nanovllm.ops.cuts import Cut, named
@@ -15,6 +16,8 @@ WARPS, BLOCK, DEPTH, TILE, SPLITS = (1, 8), (16, 128), (32, 256), (16, 128), (1,
 
 def default_cut(work: Work, machine: Machine) -> Cut:
     """The kernel's default tile configuration, spelled out."""
+    if work.codes is not None:
+        return quantised.default_cut(work, machine)
     match work.form:
         case "attend":
             return cut_of(work.rows, work.width, machine.memory)
@@ -27,6 +30,8 @@ def default_cut(work: Work, machine: Machine) -> Cut:
 
 def valid(work: Work, cut: Cut, machine: Machine) -> bool:
     """Whether the kernel can run with this tile configuration on this GPU."""
+    if work.codes is not None:
+        return quantised.valid(work, cut, machine)
     match work.form:
         case "attend":
             return attention_fits(cut, work.width, machine.memory)
@@ -46,7 +51,9 @@ def starts(work: Work, machine: Machine, before: Cut = ()) -> tuple[Cut, ...]:
     fewer rows, is one of them if it fits. The default is not one of them.
     """
     default, candidates = default_cut(work, machine), list[Cut]()
-    if work.form == "few":
+    if work.codes is not None:
+        candidates += quantised.others(work, machine)
+    elif work.form == "few":
         whole, summed = 1 << (work.width - 1).bit_length(), default[-1] == 0
         candidates += [(16, 4, depth) for depth in (256, 128, 64) if summed]
         candidates += [(max(1, 4096 // whole), warps, 0) for warps in (2, 4, 8) if not summed and work.rows <= SUMMED]
@@ -55,7 +62,7 @@ def starts(work: Work, machine: Machine, before: Cut = ()) -> tuple[Cut, ...]:
         tiles = [WideTile(outputs=n, rows=rows, depth=depth, stages=3) for n, depth in ((64, 128), (32, 128), (32, 64), (16, 32))]
         candidates = [BY_LIBRARY, *[astuple(tile) for tile in tiles]]
     kept = [cut for cut in dict.fromkeys(candidates) if cut != default and valid(work, cut, machine)]
-    kept = kept[: 2 if work.form in ("many", "sum") else 1]
+    kept = kept[: 2 if work.form in ("many", "sum") or work.codes is not None else 1]
     return tuple(kept) if before in ((), default, *kept) or not reachable(work, before, machine) else (*kept, before)
 
 
@@ -76,7 +83,10 @@ def neighbours(work: Work, cut: Cut, machine: Machine) -> tuple[Cut, ...]:
     """The tile configurations one step away that fit. If a larger block does not fit, fewer blocks are in flight."""
     if cut in ((), BY_LIBRARY):
         return ()
-    steps = _attention_steps(cut) if work.form == "attend" else _product_steps(work, cut, machine)
+    if work.codes is not None:
+        steps = quantised.steps(cut)
+    else:
+        steps = _attention_steps(cut) if work.form == "attend" else _product_steps(work, cut, machine)
     return tuple(dict.fromkeys(step for step in steps if step != cut and reachable(work, step, machine)))
 
 

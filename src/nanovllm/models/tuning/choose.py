@@ -7,7 +7,6 @@ from pathlib import Path
 from nanovllm.errors import InvalidRequestError, TuningFileError
 from nanovllm.files import is_private
 from nanovllm.models.fast import fused
-from nanovllm.models.fast.choice import quantised
 from nanovllm.models.fast.cuts import Cuts
 from nanovllm.models.model import Model
 from nanovllm.models.tuning.file import default_path, key_of, read_cuts
@@ -45,10 +44,6 @@ def cuts_for(model: Model, tuning: bool | str | os.PathLike[str] | None) -> Cuts
     """
     if tuning is False:
         return None
-    if quantised(model.params):
-        if tuning is None:
-            return None
-        raise InvalidRequestError(f"tuning={plain(tuning)!r}: {model.name} has quantised weights, which have no tuning file: leave it out")
     if model.config.moe is not None or not fused.serves(model.params, model.config):
         if tuning is None:
             return None

@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from nanovllm.files import cache_path, write_whole
 from nanovllm.models.fast.cuts import PARTS, Cuts, StepCuts
 from nanovllm.models.model import Model
 from nanovllm.models.tuning.candidates import valid
-from nanovllm.models.tuning.launches import Machine, works
+from nanovllm.models.tuning.launches import Machine, codes_of, works
 from nanovllm.ops.cuts import Cut
 
 FORMAT = 1
@@ -28,6 +29,10 @@ FORMAT = 1
 KERNELS = (
     "linear/norm_linear", "linear/linear_add_norm", "linear/tiles", "linear/triton_few_rows", "linear/triton_many_rows",
     "attention/rope_attend", "attention/fused_plan", "attention/triton_rope_attend", "triton_parts",
+)  # fmt: skip
+QUANTISED = (
+    "linear/quantised_cuda", "linear/quantised_tiles", "linear/code_layouts", "linear/triton_codes", "linear/triton_code_loop",
+    "linear/triton_quantised_few", "linear/triton_quantised_split", "linear/triton_quantised_many",
 )  # fmt: skip
 LARGEST = 1 << 20  # most bytes of a file
 
@@ -51,12 +56,15 @@ def key_of(model: Model) -> dict[str, Any]:
         "gains": str(model.params.layers[0].input_norm.dtype).removeprefix("torch."),
         "biases": [name for name in ("qkv", "o", "down") if getattr(model.params.layers[0], f"{name}_bias") is not None],
     }
+    codes = codes_of(model.params)
+    if codes:
+        shapes["quantised"] = {part: asdict(each) for part, each in sorted(codes.items())}
     return {
         "gpu": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type,
         "dtype": str(model.dtype).removeprefix("torch."),
         "shapes": shapes,
         "versions": {name: _version(name) for name in ("nanovllm", "torch", "triton")},
-        "kernels": _sources(),
+        "kernels": _sources(KERNELS + (QUANTISED if codes else ())),
     }
 
 
@@ -142,7 +150,7 @@ def _rows(path: Path, rows: str) -> int:
 
 
 def _step(path: Path, model: Model, machine: Machine, rows: str, step: Any) -> StepCuts:
-    kernels = {work.part: work for work in works(model.config, int(rows), machine)}
+    kernels = {work.part: work for work in works(model.config, int(rows), machine, codes_of(model.params))}
     cuts: dict[str, Cut] = {}
     for part, cut in step.items() if isinstance(step, dict) else [("cuts", step)]:
         whole = isinstance(cut, list) and all(type(number) is int and 0 <= number <= 1 << 20 for number in cut)
@@ -164,9 +172,9 @@ def _version(name: str) -> str:
         return "unknown"
 
 
-def _sources() -> str:
+def _sources(names: tuple[str, ...]) -> str:
     folder, digest = Path(ops.__file__).parent, hashlib.sha256()
-    for name in KERNELS:
+    for name in names:
         try:
             digest.update((folder / f"{name}.py").read_bytes())
         except OSError as error:

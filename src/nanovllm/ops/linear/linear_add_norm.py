@@ -52,7 +52,8 @@ def linear_add_norm(
         gain: Weight of the final norm, `[M]`.
         eps: Added to the mean square in the norms.
         inner: If given, weight of an RMS norm that is applied to the product before the residual is added.
-        cut: Tile configuration for `given_wide_tile`; the plain functions ignore it.
+        cut: Tile configuration for `given_wide_tile`, with a quantised matrix for `quantised_tiles.given_tile`; the plain functions
+            ignore it.
 
     Returns:
         `y` and its norm, `[B, M]` each.
@@ -61,7 +62,7 @@ def linear_add_norm(
         CutError: `cut` does not fit the kernel.
     """
     if isinstance(weight, QuantisedMatrix):
-        return quantised_linear_add_norm(x, weight, bias, residual, gain, eps, inner)
+        return quantised_linear_add_norm(x, weight, bias, residual, gain, eps, inner, cut)
     return torch.ops.nanovllm.linear_add_norm.default(x, weight, bias, residual, gain, eps, cut, inner)
 
 

@@ -50,7 +50,7 @@ def norm_linear(
 
     Args:
         x: Inputs, `[B, K]`.
-        weight: Weights, `[out, K]`. The kernels of a quantised matrix choose their tile configurations, whatever `cut` is.
+        weight: Weights, `[out, K]`. A quantised matrix has kernels of its own.
         gain: Weight of an RMS norm of `x`, `[K]`.
         bias: Added to the product, `[out]`.
         residual: Added to the result, `[B, out]`.
@@ -59,13 +59,13 @@ def norm_linear(
             without bias and residual.
         act: The activation of a gated product, a key of `ACTS`.
         cut: Tile configuration as integers; empty means the default. It is a `Tile` for few rows, and an argument for `given_wide_tile` if
-            `goes_wide`. The plain functions ignore it.
+            `goes_wide`. For a quantised matrix it is one for `quantised_tiles.given_tile`. The plain functions ignore it.
 
     Raises:
         CutError: `cut` does not fit the kernel.
     """
     if isinstance(weight, QuantisedMatrix):
-        return quantised_norm_linear(x, weight, gain, bias, residual, eps, gated, act)
+        return quantised_norm_linear(x, weight, gain, bias, residual, eps, gated, act, cut)
     return torch.ops.nanovllm.norm_linear.default(x, weight, gain, bias, residual, eps, gated, cut, act)
 
 

@@ -6,24 +6,17 @@ matrix is dequantised in pieces and torch multiplies; or, if the matrix asks for
 codes.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 
+from nanovllm.errors import BrokenInvariantError
 from nanovllm.ops.backends import dependent_launch, own_kernels, processors, shared_memory
 from nanovllm.ops.linear import scaled_product
 from nanovllm.ops.linear.quantised import QuantisedMatrix
-from nanovllm.ops.linear.quantised_tiles import (
-    FUSED_ROWS,
-    SCRATCH,
-    few_tile,
-    many_tile,
-    parts_of_product,
-    serves_few,
-    serves_split,
-    split_tile,
-)
+from nanovllm.ops.linear.quantised_tiles import FUSED_ROWS, SCRATCH, FewTile, SplitTile, given_tile
 from nanovllm.types import Float, Tensor
 
 ALIGNED = 128  # rows of the pieces of a matrix that is dequantised are a multiple of this number
@@ -59,51 +52,50 @@ def norm_product(
     eps: float,
     gated: bool,
     act: str,
+    cut: Sequence[int] = (),
 ) -> Float[Tensor, "B N"]:
-    """Compute what `norm_linear` computes, if `runs`: in one launch if the kernel for few rows serves the matrix."""
+    """Compute what `norm_linear` computes, if `runs`: in one launch if the kernel for few rows multiplies. `cut` is for `given_tile`."""
     from nanovllm.ops.linear import triton_many_rows, triton_quantised_few
 
     new = dependent_launch(x.device)
-    if serves_few(weight, len(x)) and not (gated and (bias is not None or residual is not None)):
-        residual = None if residual is None else residual.contiguous()
-        tile = few_tile(weight, gated)
-        return triton_quantised_few.launch(x.contiguous(), weight, gain, bias, residual, eps, gated, tile, new, act, new)
+    if len(x) <= FUSED_ROWS and weight.order is None and not (gated and (bias is not None or residual is not None)):
+        tile = given_tile(cut, weight, len(x), gated, *_limits(x.device))
+        if isinstance(tile, FewTile):
+            residual = None if residual is None else residual.contiguous()
+            return triton_quantised_few.launch(x.contiguous(), weight, gain, bias, residual, eps, gated, tile, new, act, new)
     if gain is not None:
         x = triton_many_rows.norm_add(x.contiguous(), gain, None, eps, new)
-    y = product(x, weight, bias, gated, act)
+    y = product(x, weight, bias, gated, act, cut)
     return y if residual is None else y + residual
 
 
 def product(
-    x: Float[Tensor, "B K"], weight: QuantisedMatrix, bias: Float[Tensor, "out"] | None, gated: bool = False, act: str = "silu"
+    x: Float[Tensor, "B K"],
+    weight: QuantisedMatrix,
+    bias: Float[Tensor, "out"] | None,
+    gated: bool = False,
+    act: str = "silu",
+    cut: Sequence[int] = (),
 ) -> Float[Tensor, "B N"]:
-    """Compute `x @ weight.T + bias`, or `act(gate) * up` of such a product, if `runs`."""
+    """Compute `x @ weight.T + bias`, or `act(gate) * up` of such a product, if `runs`. `cut` is for `given_tile`."""
     from nanovllm.ops.linear import triton_many_rows, triton_quantised_few, triton_quantised_many, triton_quantised_split
 
     x, weight = in_order(x, weight)
-    new = dependent_launch(x.device)
+    new, alone = dependent_launch(x.device), gated and bias is None  # then one launch does all
     if len(x) > FUSED_ROWS:
         y = _of_many_rows(x, weight, bias)
-    elif serves_split(weight, len(x)):
-        alone = gated and bias is None
-        tile = split_tile(weight, len(x), alone, *_limits(x.device))
-        y = triton_quantised_split.product(x, weight, bias, alone, tile, new, act, new)
-        if alone:
-            return y
-    elif gated and bias is None:
-        tile = many_tile(weight, len(x), True, *_limits(x.device))
-        return triton_quantised_many.product(x, weight, None, True, tile, new, act, new)
-    elif serves_few(weight, len(x)):
-        y = triton_quantised_few.launch(x, weight, None, bias, None, 0.0, False, few_tile(weight, False), new, act, new)
-    else:
-        tile = many_tile(weight, len(x), False, *_limits(x.device))
-        parts = parts_of_product(weight, tile, len(x), _limits(x.device)[0])
-        if parts == 1:
-            y = triton_quantised_many.product(x, weight, bias, False, tile, new, act, new)
-        else:
-            sums = triton_quantised_many.partial_product(x, weight, replace(tile, parts=parts), new, new)
+        return triton_many_rows.gate(y, new, act) if gated else y
+    match given_tile(cut, weight, len(x), alone, *_limits(x.device)):
+        case FewTile() as tile:
+            y = triton_quantised_few.launch(x, weight, None, bias, None, 0.0, alone, tile, new, act, new)
+        case SplitTile() as tile:
+            y = triton_quantised_split.product(x, weight, bias, alone, tile, new, act, new)
+        case tile if tile.parts == 1:
+            y = triton_quantised_many.product(x, weight, bias, alone, tile, new, act, new)
+        case tile:
+            sums = triton_quantised_many.partial_product(x, weight, tile, new, new)
             y = triton_many_rows.summed(sums, bias, x.dtype, new)
-    return triton_many_rows.gate(y, new, act) if gated else y
+    return triton_many_rows.gate(y, new, act) if gated and not alone else y
 
 
 def product_add_norm(
@@ -114,26 +106,27 @@ def product_add_norm(
     gain: Float[Tensor, "M"],
     eps: float,
     inner: Float[Tensor, "M"] | None,
+    cut: Sequence[int] = (),
 ) -> tuple[Float[Tensor, "B M"], Float[Tensor, "B M"]]:
-    """Compute what `linear_add_norm` computes, if `runs`."""
+    """Compute what `linear_add_norm` computes, if `runs`. `cut` is for `given_tile`."""
     from nanovllm.ops.linear import triton_many_rows, triton_quantised_many, triton_quantised_split
 
     x, weight = in_order(x, weight)
     new = dependent_launch(x.device)
     if len(x) > FUSED_ROWS:
         parts, bias = _of_many_rows(x, weight, bias).unsqueeze(0), None
-    elif serves_split(weight, len(x)):
-        tile = split_tile(weight, len(x), False, *_limits(x.device), split=True)
-        if tile.parts == 1:
-            parts, bias = triton_quantised_split.product(x, weight, bias, False, tile, new, asm=new).unsqueeze(0), None
-        else:
-            parts = triton_quantised_split.partial_product(x, weight, tile, new, new)
     else:
-        tile = many_tile(weight, len(x), False, *_limits(x.device), split=True)
-        if tile.parts == 1:
-            parts, bias = triton_quantised_many.product(x, weight, bias, False, tile, new, asm=new).unsqueeze(0), None
-        else:
-            parts = triton_quantised_many.partial_product(x, weight, tile, new, new)
+        match given_tile(cut, weight, len(x), False, *_limits(x.device), split=True):
+            case FewTile() as tile:
+                raise BrokenInvariantError(f"{tile} is for products without a norm behind them")
+            case SplitTile(parts=1) as tile:
+                parts, bias = triton_quantised_split.product(x, weight, bias, False, tile, new, asm=new).unsqueeze(0), None
+            case SplitTile() as tile:
+                parts = triton_quantised_split.partial_product(x, weight, tile, new, new)
+            case tile if tile.parts == 1:
+                parts, bias = triton_quantised_many.product(x, weight, bias, False, tile, new, asm=new).unsqueeze(0), None
+            case tile:
+                parts = triton_quantised_many.partial_product(x, weight, tile, new, new)
     return triton_many_rows.sum_norm(parts, bias, residual.contiguous(), gain, eps, new, inner)
 
 

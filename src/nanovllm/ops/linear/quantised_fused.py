@@ -1,5 +1,7 @@
 """`quantised_norm_linear` and `quantised_linear_add_norm`: the fused products of a decode step with quantised matrices."""
 
+from collections.abc import Sequence
+
 import torch
 
 from nanovllm.ops.elementwise.norm_rope import ACTS, rms_norm
@@ -11,11 +13,12 @@ from nanovllm.types import Float, Tensor
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
 _MATRIX = "Tensor codes, Tensor scales, Tensor? zeros, Tensor? order, int columns, int group, int rows, bool fp8_activations"
 _LIBRARY.define(
-    f"quantised_norm_linear(Tensor x, {_MATRIX}, Tensor? gain, Tensor? bias, Tensor? residual, float eps, bool gated, str act) -> Tensor",
+    f"quantised_norm_linear(Tensor x, {_MATRIX}, Tensor? gain, Tensor? bias, Tensor? residual, float eps, bool gated, str act,"
+    " int[] cut) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define(
-    f"quantised_linear_add_norm(Tensor x, {_MATRIX}, Tensor? bias, Tensor residual, Tensor gain, float eps, Tensor? inner)"
+    f"quantised_linear_add_norm(Tensor x, {_MATRIX}, Tensor? bias, Tensor residual, Tensor gain, float eps, Tensor? inner, int[] cut)"
     " -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -30,12 +33,13 @@ def quantised_norm_linear(
     eps: float,
     gated: bool,
     act: str,
+    cut: Sequence[int] = (),
 ) -> Float[Tensor, "B N"]:
     """Compute `norm_linear` for a quantised matrix. Arguments and result are those of `norm_linear`. Nothing is written in place.
 
     Schema: `nanovllm::quantised_norm_linear`, with the tensors and the sizes of the matrix after `x`.
     """
-    return torch.ops.nanovllm.quantised_norm_linear.default(x, *_spread(weight), gain, bias, residual, eps, gated, act)
+    return torch.ops.nanovllm.quantised_norm_linear.default(x, *_spread(weight), gain, bias, residual, eps, gated, act, cut)
 
 
 def quantised_linear_add_norm(
@@ -46,12 +50,13 @@ def quantised_linear_add_norm(
     gain: Float[Tensor, "M"],
     eps: float,
     inner: Float[Tensor, "M"] | None,
+    cut: Sequence[int] = (),
 ) -> tuple[Float[Tensor, "B M"], Float[Tensor, "B M"]]:
     """Compute `linear_add_norm` for a quantised matrix. Arguments and results are those of `linear_add_norm`. Nothing is written in place.
 
     Schema: `nanovllm::quantised_linear_add_norm`, with the tensors and the sizes of the matrix after `x`.
     """
-    return torch.ops.nanovllm.quantised_linear_add_norm.default(x, *_spread(weight), bias, residual, gain, eps, inner)
+    return torch.ops.nanovllm.quantised_linear_add_norm.default(x, *_spread(weight), bias, residual, gain, eps, inner, cut)
 
 
 def _spread(w: QuantisedMatrix) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, int, int, int, bool]:
@@ -64,14 +69,14 @@ def _matrix(codes, scales, zeros, order, columns, group, rows, rounds) -> Quanti
 
 
 @torch.library.register_fake("nanovllm::quantised_norm_linear", lib=_LIBRARY)
-def _fake(x, codes, scales, zeros, order, columns, group, rows, rounds, gain, bias, residual, eps, gated, act):
+def _fake(x, codes, scales, zeros, order, columns, group, rows, rounds, gain, bias, residual, eps, gated, act, cut):
     return x.new_empty(x.shape[0], codes.shape[0] // (2 if gated else 1))
 
 
-def _norm_linear(x, codes, scales, zeros, order, columns, group, rows, rounds, gain, bias, residual, eps, gated, act) -> Tensor:
+def _norm_linear(x, codes, scales, zeros, order, columns, group, rows, rounds, gain, bias, residual, eps, gated, act, cut) -> Tensor:
     weight = _matrix(codes, scales, zeros, order, columns, group, rows, rounds)
     if quantised_cuda.runs(x, weight, gain, bias):
-        return quantised_cuda.norm_product(x, weight, gain, bias, residual, eps, gated, act)
+        return quantised_cuda.norm_product(x, weight, gain, bias, residual, eps, gated, act, cut)
     y = quantised_linear(x if gain is None else rms_norm(x, gain, eps), weight, bias)
     if gated:
         gate, up = y.chunk(2, -1)
@@ -80,16 +85,16 @@ def _norm_linear(x, codes, scales, zeros, order, columns, group, rows, rounds, g
 
 
 @torch.library.register_fake("nanovllm::quantised_linear_add_norm", lib=_LIBRARY)
-def _fake_add_norm(x, codes, scales, zeros, order, columns, group, rows, rounds, bias, residual, gain, eps, inner):
+def _fake_add_norm(x, codes, scales, zeros, order, columns, group, rows, rounds, bias, residual, gain, eps, inner, cut):
     return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
 
 
 def _linear_add_norm(
-    x, codes, scales, zeros, order, columns, group, rows, rounds, bias, residual, gain, eps, inner
+    x, codes, scales, zeros, order, columns, group, rows, rounds, bias, residual, gain, eps, inner, cut
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     weight = _matrix(codes, scales, zeros, order, columns, group, rows, rounds)
     if quantised_cuda.runs(x, weight, gain, bias, inner):
-        return quantised_cuda.product_add_norm(x, weight, bias, residual, gain, eps, inner)
+        return quantised_cuda.product_add_norm(x, weight, bias, residual, gain, eps, inner, cut)
     added = quantised_linear(x, weight, bias)
     y = residual + (added if inner is None else rms_norm(added, inner, eps))
     return y, rms_norm(y, gain, eps)

@@ -4,8 +4,11 @@ The numbers are for an H200: 132 multiprocessors, 4.8 TB/s, so that about 32 KB 
 codes is read in a quarter of the time of bfloat16. `benchmarks/quantised_kernels.py` measures other tile configurations.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
 
+from nanovllm.ops.cuts import CutError, named
 from nanovllm.ops.linear.code_layouts import BLOCK
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 
@@ -60,6 +63,50 @@ class SplitTile:
     stages: int = 4
     parts: int = 1
     warps: int = 4
+
+
+Tile = FewTile | ManyTile | SplitTile
+# The number of integers of a cut names its kernel.
+KERNEL = MappingProxyType({len(fields(kind)): kind for kind in (FewTile, ManyTile, SplitTile)})
+
+
+def given_tile(
+    cut: Sequence[int], matrix: QuantisedMatrix, rows: int, gated: bool, processors: int, memory: int, *, split: bool = False
+) -> Tile:
+    """Return the tile configuration of a cut, which also says which kernel multiplies; that of `usual_tile` if the cut is empty.
+
+    `split` says whether a norm follows, which can also add the sums of programs that divide the inputs. Raises `CutError` if no kernel can
+    use the cut.
+    """
+    if not cut:
+        return usual_tile(matrix, rows, gated, processors, memory, split=split)
+    if len(cut) not in KERNEL:
+        raise CutError(f"cut {tuple(cut)} has {len(cut)} numbers, which names none of the kernels of quantised matrices")
+    tile = named(KERNEL[len(cut)], cut)
+    if not tile_fits(tile, matrix, rows, gated, memory, split=split):
+        raise CutError(f"{tile} does not fit a product of {rows} rows with {matrix.kind} {tuple(matrix.shape)} in {memory} bytes of memory")
+    return tile
+
+
+def usual_tile(matrix: QuantisedMatrix, rows: int, gated: bool, processors: int, memory: int, *, split: bool = False) -> Tile:
+    """Return the default: the kernel that multiplies so many rows, and its tile configuration."""
+    if serves_split(matrix, rows):
+        return split_tile(matrix, rows, gated, processors, memory, split=split)
+    if serves_few(matrix, rows) and not split:
+        return few_tile(matrix, gated)
+    tile = many_tile(matrix, rows, gated, processors, memory, split=split)
+    return tile if split or gated else replace(tile, parts=parts_of_product(matrix, tile, rows, processors))
+
+
+def tile_fits(tile: Tile, matrix: QuantisedMatrix, rows: int, gated: bool, memory: int, *, split: bool) -> bool:
+    """Return whether a kernel can multiply so many rows by this tile configuration, with `memory` bytes of shared memory."""
+    match tile:
+        case FewTile():
+            return rows <= SUMMED and not split and regular(matrix) and few_fits(tile, matrix, gated)
+        case SplitTile():
+            return split_fits(tile, matrix, rows, gated, memory, split=split)
+        case ManyTile():
+            return many_fits(tile, matrix, gated, memory, split=split or not gated)
 
 
 def serves_few(matrix: QuantisedMatrix, rows: int) -> bool:

@@ -114,7 +114,7 @@ def summed_products(
     dtype: tl.constexpr = inputs.dtype.element_ty
     UNIT: tl.constexpr = unit_of(dtype, NIBBLES, ASM)
     SPAN: tl.constexpr = span_of(NIBBLES)
-    UP: tl.constexpr = fields_of(NIBBLES) if FORM == "fields" else 1  # the number of the up projection's first scale
+    UP: tl.constexpr = fields_of(NIBBLES) if FORM == "fields" else 1  # pyright: ignore[reportAssignmentType]  # the number of the up projection's first scale
     d = tl.arange(0, D)
     acc = tl.zeros([BN, BP], tl.float32)
     other = tl.zeros([BN, BP], tl.float32)

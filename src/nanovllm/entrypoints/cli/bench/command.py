@@ -79,11 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--commit", default=None, help="the commit to record (default: the commit of the git checkout)")
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, *, rounds: bool = True) -> None:
-    """The options of `bench`, `profile` and `tune` for the model: its name, where it is loaded from, its device, its dtype, its rounding.
-
-    Without `rounds` there is no option for rounding, and weights are not rounded.
-    """
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `bench`, `profile` and `tune` for the model: its name, where it is loaded from, device, dtype, and rounding."""
     where = (
         f"tiny, a folder, a repository in the Hugging Face cache, or random weights of one of these shapes: {', '.join(SHAPES)} "
         f"(default: {GPU_MODEL} on a GPU, tiny on a CPU)"
@@ -92,10 +89,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, rounds: bool = True)
     add_source(parser)
     parser.add_argument("--device", metavar="D", help=DEVICE)
     parser.add_argument("--dtype", metavar="T", help=DTYPE)
-    if rounds:
-        add_quantization(parser)
-    else:
-        parser.set_defaults(quantization=None, quantize_head=False, fp8_activations=False)
+    add_quantization(parser)
 
 
 def model_name(options: argparse.Namespace) -> str:

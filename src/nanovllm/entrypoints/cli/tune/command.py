@@ -23,12 +23,11 @@ from nanovllm.executor.cuda_graphs import batch_sizes
 from nanovllm.files import cache_folder, is_private
 from nanovllm.loading.load_model import resolve_device
 from nanovllm.models.fast import fused
-from nanovllm.models.fast.choice import quantised
 from nanovllm.models.fast.cuts import StepCuts
 from nanovllm.models.model import Model
 from nanovllm.models.tuning.choose import machine_of
 from nanovllm.models.tuning.file import default_path, key_of, read_run, write_cuts
-from nanovllm.models.tuning.launches import Machine
+from nanovllm.models.tuning.launches import Machine, codes_of
 
 BATCHES = tuple(batch_sizes(256))  # the batch sizes that an engine captures graphs for by default
 NEEDS = "a CUDA GPU of compute capability 8.0 or newer, Triton, and a model in bfloat16 or float16 without biases of gate and up"
@@ -47,7 +46,7 @@ class NothingMeasuredError(NanoVLLMError):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `nanovllm tune`."""
-    add_model_arguments(parser, rounds=False)  # quantised weights cannot be tuned
+    add_model_arguments(parser)
     rows = "batch sizes to tune, separated by commas (default: the sizes from 1 to 256 that an engine captures graphs for)"
     parser.add_argument("--batches", type=positives, default=BATCHES, metavar="N,N,...", help=rows)
     where = "write this file in place of the file in the cache; pass it as tuning=FILE to init_state, or as --tuning FILE to a command"
@@ -71,14 +70,12 @@ def main(options: argparse.Namespace) -> int:
         raise InvalidRequestError(f"tune needs a CUDA GPU, and this device is {device}: {hint}")
     require_output(options.output, replaced=True)
     model, _ = find_model(options)
-    if quantised(model.params):
-        raise InvalidRequestError(f"tune measures kernels of unquantised weights, and {model.name} has quantised weights")
     if model.config.moe is not None or not fused.serves(model.params, model.config):
         raise InvalidRequestError(f"tune needs {NEEDS}; {model.name} in {model.dtype} on {device} cannot be tuned")
     key, machine = key_of(model), machine_of(model)
     path = options.output or _place(key)
     require_output(path, replaced=True)  # before minutes of measuring
-    planned, results = plan(model.config, options.batches, machine), list[Result]()
+    planned, results = plan(model.config, options.batches, machine, codes_of(model.params)), list[Result]()
     steps, lines = _older(path, model, machine)
     freeze()
     with bar(len(planned), "tune", "step") as shown:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from nanovllm.entrypoints.cli.tune.kernel_search import Unfit
 from nanovllm.entrypoints.cli.tune.layer_chain import Context, Plans
@@ -77,8 +78,8 @@ def head(model: Model, work: Work) -> Alone:
     """The head, over its weights and enough copies of them that the L2 cache cannot hold all."""
     weight = model.params.embed if model.params.head is None else model.params.head
     cached = torch.cuda.get_device_properties(model.device).L2_cache_size
-    needed = max(2, min(COPIES, math.ceil(2 * cached / (weight.numel() * weight.element_size()))))
-    weights = [weight, *(weight.clone() for _ in range(needed - 1))]
+    needed = max(2, min(COPIES, math.ceil(2 * cached / weight.nbytes)))
+    weights = [weight, *(pytree.tree_map(torch.clone, weight) for _ in range(needed - 1))]
     return _product(model, work, [(each, None, model.params.final_norm) for each in weights], max(LAUNCHES, needed))
 
 

@@ -13,7 +13,7 @@ from nanovllm.config import ModelConfig
 from nanovllm.entrypoints.cli.tune.kernel_search import MARGIN, Found, Unfit
 from nanovllm.entrypoints.cli.tune.layer_search import Bench, Together, search_together
 from nanovllm.models.fast.cuts import DEFAULT, StepCuts
-from nanovllm.models.tuning.launches import Machine, Work, works
+from nanovllm.models.tuning.launches import Codes, Machine, Work, works
 from nanovllm.ops.cuts import Cut
 
 HEAD_MARGIN = 0.03  # fraction of time that the head, which is timed alone, must save
@@ -64,9 +64,9 @@ class Result:
         return line | {"cut": list(found.cut), "measured": found.measured, "skipped": len(found.skipped)}
 
 
-def plan(config: ModelConfig, batches: Seq[int], machine: Machine) -> tuple[Works, ...]:
+def plan(config: ModelConfig, batches: Seq[int], machine: Machine, codes: Mapping[str, Codes] = Map()) -> tuple[Works, ...]:
     """The groups of kernels that are timed together (the kernels of a layer, or the head), for each batch size in ascending order."""
-    each = (work for rows in sorted(set(batches)) for work in works(config, rows, machine))
+    each = (work for rows in sorted(set(batches)) for work in works(config, rows, machine, codes))
     return tuple(tuple(group) for _, group in groupby(each, key=lambda work: (work.rows, work.part == "head")))
 
 
