@@ -19,7 +19,6 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,6 @@ from nanovllm.testing.quantised_problems import quantised_problem
 CUDA, BF16, EPS = torch.device("cuda"), torch.bfloat16, 1e-6
 COPIES = 120 << 20  # bytes of all copies of a matrix, at least; L2 has 50 MB
 WIDTHS = (9, 8, 5, 12, 24, 9, 6, 9, 5)  # of the columns of the table
-SPLIT_OUTPUTS, SPLIT_WARPS, SPLIT_STAGES = (16, 32, 64), (4, 8), (3, 4, 6)  # of tiles that are compared
 PARTS = {"few": (1,), "many": (8, 16, 64, 256), "long": (256, 512, 1024, 2048)}
 KINDS: dict[str, tuple[Kind, int | None, int]] = {  # kind of codes, columns and rows of a scale
     "int4": ("int4", 128, 1), "fp8-block": ("fp8", 128, 128), "fp8": ("fp8", None, 1), "int8": ("int8", None, 1),
@@ -143,9 +141,8 @@ def split_ways(each: Matrix, weight: QuantisedMatrix, rows: int, given: dict[str
 
     new, memory = dependent_launch(CUDA), shared_memory(CUDA)
     usual = split_tile(weight, rows, each.gated, processors(CUDA), memory, split=each.added)
-    parts = (1, 2, 4) if each.added else (1,)
-    near = product(SPLIT_OUTPUTS, SPLIT_WARPS, SPLIT_STAGES, parts)
-    tiles = [replace(usual, outputs=outputs, warps=warps, stages=stages, parts=part) for outputs, warps, stages, part in near]
+    tiles = [replace(usual, outputs=outputs, warps=warps) for outputs in (16, 32, 64) for warps in (4, 8)]
+    tiles += [replace(usual, stages=stages) for stages in (2, 3, 6)] + [replace(usual, parts=parts) for parts in (1, 2, 4)]
     for tile in dict.fromkeys([usual, *tiles]):
         if not split_fits(tile, weight, rows, each.gated, memory, split=each.added):
             continue
