@@ -20,9 +20,9 @@ from nanovllm.chunks.storage import blocks
 from nanovllm.chunks.storage import file as chunk_file
 from nanovllm.chunks.thinking import think_spans
 from nanovllm.entrypoints.server import saved_chunks
-from nanovllm.entrypoints.server.file_thread import Between, Later
 from nanovllm.entrypoints.server.held import Held
 from nanovllm.entrypoints.server.named_chunks import Named, count_pages, deleted, settled
+from nanovllm.entrypoints.server.side_thread import Between, Later
 from nanovllm.entrypoints.server.wire import Keep
 from nanovllm.errors import ChunkFileError, EngineDeadError, InvalidRequestError, NanoVLLMError, OutOfPagesError
 from nanovllm.state.chunk import Chunk

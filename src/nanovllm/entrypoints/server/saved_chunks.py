@@ -16,9 +16,9 @@ import torch
 from nanovllm.chunks.storage import blocks
 from nanovllm.chunks.storage import file as chunk_file
 from nanovllm.chunks.storage.format import Head
-from nanovllm.entrypoints.server.file_thread import Between
 from nanovllm.entrypoints.server.held import Held
 from nanovllm.entrypoints.server.named_chunks import ChunkLimits
+from nanovllm.entrypoints.server.side_thread import Between
 from nanovllm.errors import ChunkFileError, ChunkLimitError, InvalidRequestError, UnknownChunkError
 from nanovllm.files import delete_abandoned, put, temporary
 from nanovllm.models.model import Model
