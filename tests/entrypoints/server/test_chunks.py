@@ -448,7 +448,7 @@ def test_other_replies_go_on_while_a_long_chunk_is_made(served: Live) -> None:
 
 
 def test_settings_of_chunks_are_checked() -> None:
-    wrong: list[dict[str, Any]] = [{"max_chunks": -1}, {"chunk_share": 2.0}, {"chunk_share": -0.1}]
+    wrong: list[dict[str, Any]] = [{"max_chunks": -1}, {"chunk_share": 2.0}, {"chunk_share": -0.1}, {"keep_chunks": True}]
     for options in wrong:
         with pytest.raises(nv.InvalidRequestError):
             Settings(**options)

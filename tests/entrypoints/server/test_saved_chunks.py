@@ -317,6 +317,43 @@ def test_another_server_loads_nothing_by_itself(served: Live) -> None:
     assert served.post("/v1/chunks/king/load", {}).status == 200
 
 
+def test_kept_chunks_come_back_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = Settings(shutdown_seconds=1.0, chunk_dir=tmp_path, keep_chunks=True, max_chunks=4)
+
+    def restarted(live: Live) -> list[tuple[str, int]]:
+        live.stop_engine()
+        live.engine.save_chunks()
+        live.start_engine()
+        live.wait_until_healthy()
+        return [(chunk["name"], chunk["tokens"]) for chunk in live.get("/v1/chunks").json()["data"]]
+
+    with Live(settings=settings, num_pages=128) as server:
+        assert server.post("/v1/chunks", {"name": "king", "text": KING}).status == 200
+        wanted = server.post("/v1/completions", {**GREEDY, "chunks": ["king"]}).json()["choices"]
+        assert server.post("/v1/completions", {**GREEDY, "chunks": ["king"], "keep": "talk"}).status == 200
+        names = [name for name, _ in restarted(server)]
+        assert names == ["king", "talk"]
+        assert server.post("/v1/completions", {**GREEDY, "chunks": ["king"]}).json()["choices"] == wanted
+        assert server.call("DELETE", "/v1/chunks/talk").status == 200
+        assert server.post("/v1/chunks", {"name": "king", "token_ids": [5, 6, 7], "replace": True}).status == 200
+        written, write = list[str](), saved_chunks.write
+
+        def noted(between: Any, path: Path, name: str, *args: Any) -> int:
+            written.append(name)
+            return write(between, path, name, *args)
+
+        monkeypatch.setattr(saved_chunks, "write", noted)
+        assert restarted(server) == [("king", 3)] and written == ["king"]  # the file is that of the newer chunk
+        assert restarted(server) == [("king", 3)] and written == ["king"]  # and need not be written again
+        for name in ("a", "b", "c"):  # with the file of "talk" there are five
+            assert server.post("/v1/chunks", {"name": name, "token_ids": [5, 6]}).status == 200
+        assert restarted(server) == [("a", 2), ("b", 2), ("king", 3)]
+        assert "a chunk was not saved: there are 4 chunk files" in capfd.readouterr().err
+        server.wait_until_idle()
+
+
 def test_what_happens_to_one_file_keeps_no_engine_from_its_start(
     served: Live, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

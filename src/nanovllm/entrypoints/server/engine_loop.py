@@ -23,7 +23,7 @@ from nanovllm.engine.failures import as_value
 from nanovllm.engine.requests import cancel, capacity, submit_many
 from nanovllm.engine.step import step
 from nanovllm.entrypoints.server import engine_calls, saved_chunks
-from nanovllm.entrypoints.server.chunk_calls import kept, load_marked
+from nanovllm.entrypoints.server.chunk_calls import kept, load_marked, save_kept
 from nanovllm.entrypoints.server.chunk_pages import explained, require_pages
 from nanovllm.entrypoints.server.engine_metrics import EngineMetrics, Timeline
 from nanovllm.entrypoints.server.held import Held
@@ -114,16 +114,21 @@ class EngineLoop:
         self._ended = False
 
     def load_chunks(self, *, again: bool) -> None:
-        """Make the chunk folder ready, and, if the engine is started `again`, load the chunks that the one before it had in memory and in
-        files. Those that cannot be loaded are named on stderr.
+        """Make the chunk folder ready, and, if the engine is started `again` or chunks are kept, load the chunks that the one before it had
+        in memory and in files. Those that cannot be loaded are named on stderr.
         """
         saved_chunks.tidy(self.named.limits, again=again)
-        if not again:
+        if not again and not self.named.limits.kept:
             return
         held, problems = load_marked(self._held())
         self._hold(held)
         for problem in problems:
             print(f"nanovllm: a chunk was not loaded again: {problem}", file=sys.stderr, flush=True)
+
+    def save_chunks(self) -> None:
+        """After `run`: save the chunks that have no files, if chunks are kept. Those that cannot be saved are named on stderr."""
+        for problem in save_kept(self._held()):
+            print(f"nanovllm: a chunk was not saved: {problem}", file=sys.stderr, flush=True)
 
     def run(self) -> None:
         """Serve until `stop`.
