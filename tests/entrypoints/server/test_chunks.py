@@ -209,6 +209,7 @@ def test_names_of_attack_are_refused(served: Live, name: Any) -> None:
         ("/v1/chunks", {"name": "a", "text": ""}, "text"),
         ("/v1/chunks", {"name": "a", "text": 3}, "text"),
         ("/v1/chunks", {"name": "a", "token_ids": [4096]}, "token_ids"),
+        ("/v1/chunks", {"name": "a", "text": "x", "aftr": "b"}, "aftr"),
         ("/v1/chunks", {"name": "a", "messages": []}, "messages"),
         ("/v1/chunks", {"name": "a", "messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
         ("/v1/chunks", {"name": "a", "text": "word " * 5000}, "text"),

@@ -7,11 +7,14 @@ import time
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 import nanovllm as nv
 from nanovllm.entrypoints.server import engine_loop
 from nanovllm.entrypoints.server.settings import Settings
 from nanovllm.entrypoints.server.wire import LENGTH
+from nanovllm.testing.models import byte_tokenizer, random_model, tiny_config
+from nanovllm.tokenizer.tokenizer import make_tokenizer
 from tests.entrypoints.server.live import LIMIT, Live
 
 pytestmark = pytest.mark.unhooked  # uvloop's transports are of types of its own
@@ -184,6 +187,32 @@ def test_fields_of_other_servers_are_taken_or_ignored(live: Live):
     plain = live.post(PATH, GREEDY).json()["choices"]
     more = {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "suffix": None, "use_beam_search": False, "zzz": 1}
     assert live.post(PATH, GREEDY | more | {"top_k": -1, "repetition_penalty": 1.0}).json()["choices"] == plain
+
+
+def test_fields_of_other_routes_are_not_ignored_in_silence(live: Live):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for field, value in (("tools", tools), ("tool_choice", "required"), ("do_sample", False), ("typical_p", 0.5)):
+        answer = live.post(PATH, GREEDY | {field: value}).json()["error"]
+        assert (answer["param"], answer["code"]) == (field, "unsupported_parameter")
+    for field in ("response_forma", "guided_jsn", "temprature"):
+        answer = live.post(PATH, GREEDY | {field: 1}).json()["error"]
+        assert (answer["param"], answer["code"]) == (field, "unknown_parameter") and "did you mean" in answer["message"]
+    assert live.post(PATH, GREEDY | {"tools": [], "tool_choice": "auto", "do_sample": True, "typical_p": 1.0}).status == 200
+
+
+def test_special_tokens_of_a_prompt_may_be_left_out() -> None:
+    backend = byte_tokenizer().backend
+    backend.add_special_tokens(["<s>"])
+    begin = backend.token_to_id("<s>")
+    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
+    tokenizer = make_tokenizer(backend, {"bos_token": "<s>"}, None)
+    model = random_model(tiny_config(vocab_size=288), tokenizer=tokenizer)
+    assert tokenizer.encode("Hi")[0] == begin
+    with Live(model) as server:
+        for special in (None, True, False):
+            answer = server.post(PATH, {"prompt": ["Hi", "Ho"], "max_tokens": 1, "add_special_tokens": special, "return_token_ids": True})
+            found = [choice["prompt_token_ids"] for choice in answer.json()["choices"]]
+            assert found == [tokenizer.encode(text, special is not False) for text in ("Hi", "Ho")]
 
 
 @pytest.mark.parametrize(

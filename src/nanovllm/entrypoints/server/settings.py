@@ -12,7 +12,6 @@ MOST_ROWS = 2048  # prompts times choices of one request
 MOST_TOKENS = 1024  # entries of `logit_bias`, and of `stop_token_ids`
 MOST_LISTED = 1 << 17  # such entries of all rows of one request
 MOST_INTERVAL = 1024  # tokens of one event
-MOST_STOP = 4096  # characters of one stop string
 MOST_LOGPROBS = 1 << 22  # of all tokens of one answer: each takes some 100 bytes while its JSON is made
 
 
