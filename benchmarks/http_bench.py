@@ -7,7 +7,9 @@
 A shape's name stands for random weights in a folder that this program makes, with a tokenizer of as many tokens. A row of the result
 has the figures of the clients, the share of a core that the engine and the front ends took, and their processor time per token in
 microseconds. With `--engine thread` both are threads of one process (`http_server.py`), whose figures stand for the engine's. `library` is
-the tokens a second of `LLM.generate` on the same prompts, in a process of its own.
+the tokens a second of `LLM.generate` on the same prompts, in a process of its own, and `library_us` its processor time per token. With
+`--repeats N` all is measured N times, servers and library in turn: the figures are medians, and `of_library_each` has the N ratios, which
+shows how far other work on the machine moves them.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import os
 import random
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -86,11 +89,51 @@ def library(model: str, rows: list[tuple[int, int]], options: argparse.Namespace
     rates = []
     for streams, num_reply in [(8, 32), *rows]:
         draw = random.Random(streams)
-        prompts = [[draw.randint(*options.ids) for _ in range(options.prompt)] for _ in range(streams)]
-        started = time.perf_counter()
-        llm.generate(prompts, nv.SamplingParams(temperature=0, max_tokens=num_reply, ignore_eos=True))
-        rates.append(round(streams * num_reply / (time.perf_counter() - started), 1))
+        rounds = [[[draw.randint(*options.ids) for _ in range(options.prompt)] for _ in range(streams)] for _ in range(options.rounds)]
+        params = nv.SamplingParams(temperature=0, max_tokens=num_reply, ignore_eos=True)
+        started, took, tokens = time.perf_counter(), time.process_time(), streams * num_reply * options.rounds
+        for prompts in rounds:
+            llm.generate(prompts, params)
+        wall, took = time.perf_counter() - started, time.process_time() - took
+        rates.append((round(tokens / wall, 1), round(1e6 * took / tokens, 1)))
     return record(llm.model, {"rates": rates[1:]}, " ".join(["python -m benchmarks.http_bench", *sys.argv[1:]]), options.commit)
+
+
+def measured(
+    model: str, given: list[str], program: tuple[str, ...], rows: list[tuple[int, int]], options: argparse.Namespace
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The figures of each row, from a server and then from the library; and the environment."""
+    found: list[dict[str, Any]] = []
+    with served(model, given, program=program) as (url, pid):
+        http_load.load(url, "model", 8, 32, argparse.Namespace(**{**vars(options), "rounds": 1}))
+        for streams, num_reply in rows:
+            before, started = cpu_seconds(pid), time.perf_counter()
+            row = http_load.load(url, "model", streams, num_reply, options)
+            wall = time.perf_counter() - started
+            took, tokens = [b - a for a, b in zip(before, cpu_seconds(pid), strict=True)], streams * num_reply * options.rounds
+            shares, each = [round(one / wall, 3) for one in took], [round(1e6 * one / tokens, 1) for one in took]
+            cores = {"engine_cores": shares[0], "front_end_cores": shares[1:]}
+            found.append({**row, **cores, "engine_us": each[0], "front_end_us": each[1:]})
+            print(json.dumps(found[-1]), file=sys.stderr, flush=True)
+    command = [sys.executable, "-m", "benchmarks.http_bench", "--library-of", model, *sys.argv[1:]]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    known = json.loads(told.splitlines()[-1])
+    for row, (rate, took) in zip(found, known.pop("rates"), strict=True):
+        row |= {"library": rate, "library_us": took, "of_library": round(row["tok_s"] / rate, 3)}
+    return found, known
+
+
+def merged(repeats: list[dict[str, Any]]) -> dict[str, Any]:
+    """The medians of one row's figures."""
+    if len(repeats) == 1:
+        return repeats[0]
+    ratios = {"of_library_each": [row["of_library"] for row in repeats]}
+    return {name: middle([row[name] for row in repeats]) for name in repeats[0]} | ratios
+
+
+def middle(values: list[Any]) -> Any:
+    """The median of numbers, or the medians of lists of numbers, place by place."""
+    return [middle([*one]) for one in zip(*values, strict=True)] if isinstance(values[0], list) else round(statistics.median(values), 3)
 
 
 def main() -> None:
@@ -108,6 +151,7 @@ def main() -> None:
     )
     parser.add_argument("--prompt", type=int, default=128, metavar="N", help="tokens of a prompt (default: 128)")
     parser.add_argument("--rounds", type=int, default=2, metavar="N", help="requests of each stream (default: 2)")
+    parser.add_argument("--repeats", type=int, default=1, metavar="N", help="how often all is measured (default: 1)")
     parser.add_argument("--processes", type=int, default=8, metavar="N", help="processes of clients, at most (default: 8)")
     parser.add_argument("--ids", type=lambda text: tuple(map(int, text.split(","))), default=(300, 4000), metavar="LOW,HIGH")
     parser.add_argument("--commit", metavar="C", help="the commit that is recorded")
@@ -127,23 +171,9 @@ def main() -> None:
         if options.engine == "thread" or options.step_ms is not None:
             program = ("benchmarks.http_server", "--engine", options.engine)
             given += ["--step-ms", str(options.step_ms)] if options.step_ms is not None else []
-        found: list[dict[str, Any]] = []
-        with served(model, given, program=program) as (url, pid):
-            http_load.load(url, "model", 8, 32, argparse.Namespace(**{**vars(options), "rounds": 1}))
-            for streams, num_reply in rows:
-                before, started = cpu_seconds(pid), time.perf_counter()
-                row = http_load.load(url, "model", streams, num_reply, options)
-                wall = time.perf_counter() - started
-                took, tokens = [b - a for a, b in zip(before, cpu_seconds(pid), strict=True)], streams * num_reply * options.rounds
-                shares, each = [round(one / wall, 3) for one in took], [round(1e6 * one / tokens, 1) for one in took]
-                cores = {"engine_cores": shares[0], "front_end_cores": shares[1:]}
-                found.append({**row, **cores, "engine_us": each[0], "front_end_us": each[1:]})
-                print(json.dumps(found[-1]), file=sys.stderr, flush=True)
-        command = [sys.executable, "-m", "benchmarks.http_bench", "--library-of", model, *sys.argv[1:]]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        known = json.loads(told.splitlines()[-1])
-        for row, rate in zip(found, known.pop("rates"), strict=True):
-            row["library"], row["of_library"] = rate, round(row["tok_s"] / rate, 3)
+        each = [measured(model, given, program, rows, options) for _ in range(options.repeats)]
+    known = each[0][1]
+    found = [merged([repeat[0][place] for repeat in each]) for place in range(len(rows))]
     command = " ".join(["python -m benchmarks.http_bench", *sys.argv[1:]])
     shown = {"model": options.model, "command": command, "workers": options.workers, "prompt_tokens": options.prompt, "rows": found}
     text = json.dumps({**known, **shown}, indent=1)
