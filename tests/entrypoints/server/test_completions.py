@@ -6,13 +6,15 @@ import threading
 import time
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
 
 import nanovllm as nv
 from nanovllm.entrypoints.server import engine_loop
 from nanovllm.entrypoints.server.settings import Settings
-from nanovllm.entrypoints.server.wire import LENGTH
+from nanovllm.entrypoints.server.wire import LENGTH, Accepted, Failure, Outward, Submit, frame, take_frames
 from nanovllm.testing.models import byte_tokenizer, random_model, tiny_config
 from nanovllm.tokenizer.tokenizer import make_tokenizer
 from tests.entrypoints.server.live import LIMIT, Live
@@ -337,6 +339,21 @@ def test_more_replies_than_the_queue_holds_are_not_to_be_asked_for_again(live: L
         chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
         assert small.post("/v1/chat/completions", chat | {"n": 5}).json()["error"]["param"] == "n"
         assert small.post("/v1/chat/completions", chat | {"n": 4}).status == 200 == small.post(PATH, GREEDY | {"n": 4}).status
+
+
+def test_requests_for_which_there_are_places_do_not_wait(live: Live):
+    """Seven requests come in one frame after the other, before the first step: three of them get the places."""
+    with Live(live.model, max_num_seqs=3, limits={"max_waiting": 4}) as server, socket.socket(socket.AF_UNIX) as front:
+        front.connect(str(server.path))
+        ids = np.array([300, 301], np.int32).tobytes()
+        frames = [frame(Submit([i], [[ids]], [{"max_tokens": 500, "ignore_eos": True}], False)) for i in range(9)]
+        front.sendall(b"".join(frames))
+        inward, decode, found = bytearray(), msgspec.msgpack.Decoder(Outward).decode, list[Any]()
+        while len(found) < 10:
+            inward += front.recv(1 << 16)
+            found += map(decode, take_frames(inward))
+        assert [one.ids for one in found if isinstance(one, Accepted)] == [[i] for i in range(7)]
+        assert [(one.ids, one.kind) for one in found if isinstance(one, Failure)] == [([i], "QueueFullError") for i in (7, 8)]
 
 
 def test_requests_beyond_the_queue_are_told_to_come_again(live: Live):

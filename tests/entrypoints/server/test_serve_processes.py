@@ -229,7 +229,8 @@ def test_requests_that_do_not_end_in_time_are_told_so(served: Any, second: bool)
         server.process.send_signal(signal.SIGINT)
     assert server.end() == second and time.monotonic() - began < 15.0
     thread.join(LIMIT)
-    assert b"the server has shut down" in b"".join(found) and gone(pids) and empty(server)
+    told = b"".join(found)
+    assert b"the server has shut down" in told and b'"code":"shutting_down"' in told and gone(pids) and empty(server)
     assert not any("Traceback" in line for line in server.errors), server.errors
 
 

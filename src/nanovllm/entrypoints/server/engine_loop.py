@@ -399,7 +399,8 @@ class EngineLoop:
 
     def _require_room(self, count: int, tokens: int) -> None:
         waiting = len(self.state.waiting)
-        if self.max_waiting is not None and waiting + count > self.max_waiting:
+        places = max(0, self.state.config.max_num_seqs - len(self.state.running))  # for those that wait for the next step alone
+        if self.max_waiting is not None and waiting + count > self.max_waiting + places:
             raise QueueFullError(f"{waiting} requests wait, and at most {self.max_waiting} may (--max-waiting): try again later")
         if self.max_waiting_tokens is not None and waiting and self.waiting_tokens + tokens > self.max_waiting_tokens:
             limit = f"at most {self.max_waiting_tokens} may (--max-waiting-tokens)"
