@@ -106,13 +106,13 @@ def body(model: str, num_prompt: int, num_reply: int, draw: random.Random, vocab
     ).encode()
 
 
-def load(url: str, model: str, streams: int, num_reply: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure one row."""
+def load(url: str, model: str, streams: int, num_reply: int, options: argparse.Namespace, seed: int = 0) -> dict[str, Any]:
+    """Measure one row. Prompts of other seeds are others."""
     parts = urlsplit(url)
     address = (parts.hostname or "127.0.0.1", parts.port or 80)
     processes = min(options.processes, max(1, streams // 8))
     results: Any = multiprocessing.Queue()
-    draw = random.Random(streams)
+    draw = random.Random(f"{streams} {seed}")
     bodies = [[body(model, options.prompt, num_reply, draw, options.ids) for _ in range(options.rounds)] for _ in range(streams)]
     started = time.perf_counter()
     for place in range(processes):
