@@ -7,7 +7,10 @@
 A shape's name stands for random weights in a folder that this program makes, with a tokenizer of as many tokens. A row of the result
 has the figures of the clients, the share of a core that the engine and the front ends took, and their processor time per token in
 microseconds. With `--engine thread` both are threads of one process (`http_server.py`), whose figures stand for the engine's. `library` is
-the tokens a second of `LLM.generate` on the same prompts, in a process of its own.
+the tokens a second of `LLM.generate` on the same prompts, in a process of its own, and `library_us` its processor time per token. It is
+measured after the server's end. With `--repeats N` both live beside each other, which takes memory for two engines, and each row is
+measured N times, server and library in turn: the figures are medians, and `of_library_each` has the N ratios, which shows how far other work
+on the machine moves them.
 """
 
 import argparse
@@ -17,11 +20,13 @@ import os
 import random
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -77,20 +82,88 @@ def cpu_seconds(parent: int) -> list[float]:
     return [(int(each[11]) + int(each[12])) / TICKS for each in fields]
 
 
-def library(model: str, rows: list[tuple[int, int]], options: argparse.Namespace) -> dict[str, Any]:
-    """Tokens a second of `LLM.generate` on the prompts of each row, and the environment."""
+def library(model: str, options: argparse.Namespace) -> None:
+    """Be the library's process: print the environment, and then for each line with streams, tokens and a seed the tokens a second of
+    `LLM.generate` on as many prompts, and the microseconds of processor time per token.
+    """
     import nanovllm as nv
     from benchmarks.http_server import engine_of
 
     llm = engine_of(model, {"device": options.device, "num_pages": options.num_pages}, options.step_ms)
-    rates = []
-    for streams, num_reply in [(8, 32), *rows]:
-        draw = random.Random(streams)
-        prompts = [[draw.randint(*options.ids) for _ in range(options.prompt)] for _ in range(streams)]
-        started = time.perf_counter()
-        llm.generate(prompts, nv.SamplingParams(temperature=0, max_tokens=num_reply, ignore_eos=True))
-        rates.append(round(streams * num_reply / (time.perf_counter() - started), 1))
-    return record(llm.model, {"rates": rates[1:]}, " ".join(["python -m benchmarks.http_bench", *sys.argv[1:]]), options.commit)
+    command = " ".join(["python -m benchmarks.http_bench", *sys.argv[3:]])
+    print(json.dumps(record(llm.model, {}, command, options.commit)), flush=True)
+    for line in chain(("8 32 -1",), sys.stdin):
+        streams, num_reply, seed = map(int, line.split())
+        draw = random.Random(f"{streams} {seed}")
+        rounds = [[[draw.randint(*options.ids) for _ in range(options.prompt)] for _ in range(streams)] for _ in range(options.rounds)]
+        params = nv.SamplingParams(temperature=0, max_tokens=num_reply, ignore_eos=True)
+        started, took, tokens = time.perf_counter(), time.process_time(), streams * num_reply * options.rounds
+        for prompts in rounds:
+            llm.generate(prompts, params)
+        wall, took = time.perf_counter() - started, time.process_time() - took
+        if seed >= 0:
+            print(json.dumps({"library": round(tokens / wall, 1), "library_us": round(1e6 * took / tokens, 1)}), flush=True)
+
+
+class Library:
+    """The library in a process of its own.
+
+    Attributes:
+        known: The environment.
+    """
+
+    def __init__(self, model: str) -> None:
+        command = [sys.executable, "-m", "benchmarks.http_bench", "--library-of", model, *sys.argv[1:]]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.known = self._read()
+
+    def measure(self, streams: int, num_reply: int, seed: int) -> dict[str, Any]:
+        """The library's figures of one row."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{streams} {num_reply} {seed}\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        while not (line := self._process.stdout.readline()).startswith("{"):
+            if not line:
+                raise RuntimeError("the library's process has ended")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate(timeout=60)
+
+
+def measured(url: str, pid: int, row: tuple[int, int], seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """The figures of one row from a server."""
+    (streams, num_reply), before, started = row, cpu_seconds(pid), time.perf_counter()
+    found = http_load.load(url, "model", streams, num_reply, options, seed)
+    wall = time.perf_counter() - started
+    took, tokens = [b - a for a, b in zip(before, cpu_seconds(pid), strict=True)], streams * num_reply * options.rounds
+    shares, each = [round(one / wall, 3) for one in took], [round(1e6 * one / tokens, 1) for one in took]
+    found |= {"engine_cores": shares[0], "front_end_cores": shares[1:], "engine_us": each[0], "front_end_us": each[1:]}
+    print(json.dumps(found), file=sys.stderr, flush=True)
+    return found
+
+
+def compared(row: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
+    """A row beside the library's figures."""
+    return {**row, **figures, "of_library": round(row["tok_s"] / figures["library"], 3)}
+
+
+def merged(repeats: list[dict[str, Any]]) -> dict[str, Any]:
+    """The medians of one row's figures."""
+    if len(repeats) == 1:
+        return repeats[0]
+    ratios = {"of_library_each": [row["of_library"] for row in repeats]}
+    return {name: middle([row[name] for row in repeats]) for name in repeats[0]} | ratios
+
+
+def middle(values: list[Any]) -> Any:
+    """The median of numbers, or the medians of lists of numbers, place by place."""
+    return [middle([*one]) for one in zip(*values, strict=True)] if isinstance(values[0], list) else round(statistics.median(values), 3)
 
 
 def main() -> None:
@@ -108,6 +181,7 @@ def main() -> None:
     )
     parser.add_argument("--prompt", type=int, default=128, metavar="N", help="tokens of a prompt (default: 128)")
     parser.add_argument("--rounds", type=int, default=2, metavar="N", help="requests of each stream (default: 2)")
+    parser.add_argument("--repeats", type=int, default=1, metavar="N", help="how often all is measured (default: 1)")
     parser.add_argument("--processes", type=int, default=8, metavar="N", help="processes of clients, at most (default: 8)")
     parser.add_argument("--ids", type=lambda text: tuple(map(int, text.split(","))), default=(300, 4000), metavar="LOW,HIGH")
     parser.add_argument("--commit", metavar="C", help="the commit that is recorded")
@@ -116,7 +190,7 @@ def main() -> None:
     options = parser.parse_args()
     rows: list[tuple[int, int]] = [tuple(map(int, row.split(","))) for row in options.rows]  # pyright: ignore[reportAssignmentType]
     if options.library_of is not None:
-        print(json.dumps(library(options.library_of, rows, options)))
+        library(options.library_of, options)
         return
     with tempfile.TemporaryDirectory() as folder:
         model = str(shape_folder(options.model, Path(folder))) if options.model in SHAPES else options.model
@@ -127,26 +201,24 @@ def main() -> None:
         if options.engine == "thread" or options.step_ms is not None:
             program = ("benchmarks.http_server", "--engine", options.engine)
             given += ["--step-ms", str(options.step_ms)] if options.step_ms is not None else []
-        found: list[dict[str, Any]] = []
-        with served(model, given, program=program) as (url, pid):
-            http_load.load(url, "model", 8, 32, argparse.Namespace(**{**vars(options), "rounds": 1}))
-            for streams, num_reply in rows:
-                before, started = cpu_seconds(pid), time.perf_counter()
-                row = http_load.load(url, "model", streams, num_reply, options)
-                wall = time.perf_counter() - started
-                took, tokens = [b - a for a, b in zip(before, cpu_seconds(pid), strict=True)], streams * num_reply * options.rounds
-                shares, each = [round(one / wall, 3) for one in took], [round(1e6 * one / tokens, 1) for one in took]
-                cores = {"engine_cores": shares[0], "front_end_cores": shares[1:]}
-                found.append({**row, **cores, "engine_us": each[0], "front_end_us": each[1:]})
-                print(json.dumps(found[-1]), file=sys.stderr, flush=True)
-        command = [sys.executable, "-m", "benchmarks.http_bench", "--library-of", model, *sys.argv[1:]]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        known = json.loads(told.splitlines()[-1])
-        for row, rate in zip(found, known.pop("rates"), strict=True):
-            row["library"], row["of_library"] = rate, round(row["tok_s"] / rate, 3)
+        with contextlib.ExitStack() as opened:
+            url, pid = opened.enter_context(served(model, given, program=program))
+            http_load.load(url, "model", 8, 32, argparse.Namespace(**{**vars(options), "rounds": 1}), -1)
+            if options.repeats == 1:
+                alone = [measured(url, pid, row, 0, options) for row in rows]
+                opened.close()
+                other = Library(model)
+                found = [compared(one, other.measure(*row, 0)) for one, row in zip(alone, rows, strict=True)]
+            else:
+                other = Library(model)
+                turns = range(options.repeats)
+                found = [
+                    merged([compared(measured(url, pid, row, seed, options), other.measure(*row, seed)) for seed in turns]) for row in rows
+                ]
+            other.close()
     command = " ".join(["python -m benchmarks.http_bench", *sys.argv[1:]])
     shown = {"model": options.model, "command": command, "workers": options.workers, "prompt_tokens": options.prompt, "rows": found}
-    text = json.dumps({**known, **shown}, indent=1)
+    text = json.dumps({**other.known, **shown}, indent=1)
     print(text, flush=True)
     if options.output is not None:
         options.output.write_text(text + "\n")

@@ -4,7 +4,8 @@
 
 Each stream is a raw socket, because clients in Python are otherwise slower than the server. A row tells tokens a second over all streams,
 and milliseconds to the first token and between events (median and 99th percentile). `tok_s` counts the time in which the processes of the
-clients start; `busy_tok_s` counts from the first request to the last answer. Each stream sends `--rounds` requests, one after the other,
+clients start; `busy_tok_s` counts from the first request to the last answer. `client_us` is the clients' own processor time per token, in
+microseconds, which they take from the server where they share its cores. Each stream sends `--rounds` requests, one after the other,
 over one connection.
 """
 
@@ -72,6 +73,7 @@ class Stream:
 
 def client(address: tuple[str, int], bodies: list[list[bytes]], results: Any) -> None:
     """Run some of the streams in one process."""
+    began = time.process_time()
     try:
         with selectors.DefaultSelector() as selector:
             streams = [Stream(address, each) for each in bodies]
@@ -84,7 +86,7 @@ def client(address: tuple[str, int], bodies: list[list[bytes]], results: Any) ->
                         selector.unregister(key.fileobj)
                         key.fileobj.close()
                         left -= 1
-        results.put([one for stream in streams for one in stream.times])
+        results.put((time.process_time() - began, [one for stream in streams for one in stream.times]))
     except Exception as error:
         results.put(error)
 
@@ -104,33 +106,36 @@ def body(model: str, num_prompt: int, num_reply: int, draw: random.Random, vocab
     ).encode()
 
 
-def load(url: str, model: str, streams: int, num_reply: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure one row."""
+def load(url: str, model: str, streams: int, num_reply: int, options: argparse.Namespace, seed: int = 0) -> dict[str, Any]:
+    """Measure one row. Prompts of other seeds are others."""
     parts = urlsplit(url)
     address = (parts.hostname or "127.0.0.1", parts.port or 80)
     processes = min(options.processes, max(1, streams // 8))
     results: Any = multiprocessing.Queue()
-    draw = random.Random(streams)
+    draw = random.Random(f"{streams} {seed}")
     bodies = [[body(model, options.prompt, num_reply, draw, options.ids) for _ in range(options.rounds)] for _ in range(streams)]
     started = time.perf_counter()
     for place in range(processes):
         multiprocessing.Process(target=client, args=(address, bodies[place::processes], results), daemon=True).start()
-    found: list[Told] = []
+    found, took = list[Told](), 0.0
     for _ in range(processes):
         one = results.get()
         if isinstance(one, Exception):
             raise one
-        found += one
+        took += one[0]
+        found += one[1]
     wall = time.perf_counter() - started
     busy = max(one[4] for one in found) - min(one[3] for one in found)
     short = [one[2] for one in found if one[2] != num_reply]
     if short:
         raise ValueError(f"{len(short)} of {len(found)} replies have other than {num_reply} tokens, for example {short[0]}")
     first, gaps = [one[0] for one in found], [gap for one in found for gap in one[1]] or [0.0]
+    tokens = sum(one[2] for one in found)
     return {
         "streams": streams,
-        "tok_s": round(sum(one[2] for one in found) / wall, 1),
-        "busy_tok_s": round(sum(one[2] for one in found) / busy, 1),
+        "tok_s": round(tokens / wall, 1),
+        "busy_tok_s": round(tokens / busy, 1),
+        "client_us": round(1e6 * took / tokens, 1),
         "ttft_ms": at(first, 0.5),
         "ttft_p99": at(first, 0.99),
         "gap_ms": at(gaps, 0.5),

@@ -11,6 +11,7 @@ Tables and pictures are in blocks between markers. A document may have any numbe
 - `<!-- families: NAME.json -->` ... `<!-- /families -->`: a row for each model in a file of `benchmarks/families.py`.
 - `<!-- embed: NAME.json -->` ... `<!-- /embed -->`: the steps of a caller's program, from a file of `benchmarks/embed.py`.
 - `<!-- http: NAME.json -->` ... `<!-- /http -->`: a row for each number of streams in a file of `benchmarks/http_bench.py`.
+- `<!-- faults: NAME.json -->` ... `<!-- /faults -->`: a row for each fault in a file of `benchmarks/http_faults.py`.
 - `<!-- host: NAME.json -->` ... `<!-- /host -->`: a row for each kind of client in a file of `benchmarks/host.py`.
 
 Numbers of other engines from other runs come from the files NAME-peers.json in the same folder, if GPU, model and dtype are the same. Those
@@ -27,9 +28,9 @@ from nanovllm.entrypoints.cli.bench.plot import draw
 from nanovllm.entrypoints.cli.bench.report import markdown, table
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "docs/explanation/steps-in-your-program.md",)
+PAGES = (ROOT / "docs/explanation/steps-in-your-program.md", ROOT / "docs/how-to/serve-safely.md")
 DOCUMENTS = (ROOT / "docs/explanation/performance.md", ROOT / "docs/reference/figures.md", ROOT / "README.md", *PAGES)
-BLOCK = re.compile(r"(<!-- (bench|brief|families|embed|http|host): ([\w.-]+)\.json -->\n).*?(<!-- /\2 -->)", re.S)
+BLOCK = re.compile(r"(<!-- (bench|brief|families|embed|http|faults|host): ([\w.-]+)\.json -->\n).*?(<!-- /\2 -->)", re.S)
 NONE = "No figures yet.\n"
 BRIEF = {
     "b1_decode_tok_s": "decode, 1 sequence (128 tokens in, 512 out)",
@@ -150,6 +151,17 @@ def http(result: dict[str, Any]) -> str:
     return "\n".join((about, "", *table(head, lines))) + "\n"
 
 
+def faults(result: dict[str, Any]) -> str:
+    """Return a table with a row per fault: what clients are told, and what it costs the server."""
+    lines = []
+    for one in result["rows"]:
+        grown = "a new process" if one["grown_mb"] is None else f"{one['grown_mb']:+.1f} MB"
+        lines.append((one["fault"], one["told"], f"{one['told_s']:.2f} s", f"{one['right_s']:.2f} s", grown, str(one["pages"])))
+    head = ("fault", "what its clients get", "after", "a right answer comes after", "memory of the processes", "pages that are lost")
+    about = f"The packaged model on {result['cpu']}, commit {result['commit']}:"
+    return "\n".join((about, "", *table(head, lines))) + "\n"
+
+
 def host(result: dict[str, Any]) -> str:
     """Return a table of the host's microseconds in a decode step, with a row per kind of client and a column per number of rows."""
     rows = sorted({int(found[1]) for key in result if (found := re.fullmatch(r"plain_x(\d+)_us", key))})
@@ -159,7 +171,7 @@ def host(result: dict[str, Any]) -> str:
     return "\n".join((about, "", *table(("clients ask for", *(f"{count} row{'s' * (count > 1)}" for count in rows)), lines))) + "\n"
 
 
-SIMPLE = {"embed": embed, "families": families, "http": http, "host": host}
+SIMPLE = {"embed": embed, "families": families, "http": http, "faults": faults, "host": host}
 
 
 def _figure(value: float, key: str, *, of_a_peer: bool = False) -> str:

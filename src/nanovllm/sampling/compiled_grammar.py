@@ -60,6 +60,11 @@ def compile_for(tokenizer: Tokenizer | None, grammar: Grammar, vocab_size: int, 
     return tokenizer.memo.get((grammar, *key), lambda: _compiled(tokenizer, grammar, *key))
 
 
+def is_compiled(tokenizer: Tokenizer | None, grammar: Grammar, vocab_size: int, end_ids: Sequence[int]) -> bool:
+    """Whether `compile_for` returns at once, with a compiled grammar or with the error of a model without a tokenizer."""
+    return tokenizer is None or (grammar, vocab_size, tuple(end_ids)) in tokenizer.memo
+
+
 def prepare_grammars(tokenizer: Tokenizer | None, vocab_size: int, end_ids: Sequence[int]) -> None:
     """Build what all grammars of a tokenizer share, so that no request waits for it. Does nothing where no grammar can be followed.
 

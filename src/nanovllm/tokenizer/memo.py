@@ -20,6 +20,9 @@ class Memo:
     def __len__(self) -> int:
         return len(self._values)
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._values
+
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """The value of a key, made if it is not kept. An exception of `make` is raised, and nothing is kept."""
         with self._lock:

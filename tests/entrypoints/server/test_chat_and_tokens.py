@@ -135,9 +135,9 @@ def test_a_wrong_field_is_named(live: Live, path: str, body: Any, param: str):
     assert live.post(path, body | {"model": "gpt-5"}).status in (400, 404)
 
 
-@pytest.mark.parametrize("field", sorted(REFUSED - {"modalities"}))
+@pytest.mark.parametrize("field", sorted(REFUSED.keys() - {"tools", "tool_choice"}))
 def test_fields_that_are_not_supported_may_ask_for_nothing(live: Live, field: str):
-    for nothing in (None, False, 0):
+    for nothing in REFUSED[field]:
         assert live.post(PATH, GREEDY | {"max_tokens": 1, field: nothing}).status == 200
     answer = live.post(PATH, GREEDY | {field: "something"})
     assert answer.status == 400 and answer.json()["error"]["param"] == field

@@ -209,6 +209,7 @@ def test_names_of_attack_are_refused(served: Live, name: Any) -> None:
         ("/v1/chunks", {"name": "a", "text": ""}, "text"),
         ("/v1/chunks", {"name": "a", "text": 3}, "text"),
         ("/v1/chunks", {"name": "a", "token_ids": [4096]}, "token_ids"),
+        ("/v1/chunks", {"name": "a", "text": "x", "aftr": "b"}, "aftr"),
         ("/v1/chunks", {"name": "a", "messages": []}, "messages"),
         ("/v1/chunks", {"name": "a", "messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
         ("/v1/chunks", {"name": "a", "text": "word " * 5000}, "text"),
@@ -448,7 +449,7 @@ def test_other_replies_go_on_while_a_long_chunk_is_made(served: Live) -> None:
 
 
 def test_settings_of_chunks_are_checked() -> None:
-    wrong: list[dict[str, Any]] = [{"max_chunks": -1}, {"chunk_share": 2.0}, {"chunk_share": -0.1}]
+    wrong: list[dict[str, Any]] = [{"max_chunks": -1}, {"chunk_share": 2.0}, {"chunk_share": -0.1}, {"keep_chunks": True}]
     for options in wrong:
         with pytest.raises(nv.InvalidRequestError):
             Settings(**options)

@@ -6,12 +6,17 @@ import threading
 import time
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 import nanovllm as nv
 from nanovllm.entrypoints.server import engine_loop
 from nanovllm.entrypoints.server.settings import Settings
-from nanovllm.entrypoints.server.wire import LENGTH
+from nanovllm.entrypoints.server.wire import LENGTH, Accepted, Failure, Outward, Submit, frame, take_frames
+from nanovllm.testing.models import byte_tokenizer, random_model, tiny_config
+from nanovllm.tokenizer.tokenizer import make_tokenizer
 from tests.entrypoints.server.live import LIMIT, Live
 
 pytestmark = pytest.mark.unhooked  # uvloop's transports are of types of its own
@@ -186,6 +191,32 @@ def test_fields_of_other_servers_are_taken_or_ignored(live: Live):
     assert live.post(PATH, GREEDY | more | {"top_k": -1, "repetition_penalty": 1.0}).json()["choices"] == plain
 
 
+def test_fields_of_other_routes_are_not_ignored_in_silence(live: Live):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for field, value in (("tools", tools), ("tool_choice", "required"), ("do_sample", False), ("typical_p", 0.5)):
+        answer = live.post(PATH, GREEDY | {field: value}).json()["error"]
+        assert (answer["param"], answer["code"]) == (field, "unsupported_parameter")
+    for field in ("response_forma", "guided_jsn", "temprature"):
+        answer = live.post(PATH, GREEDY | {field: 1}).json()["error"]
+        assert (answer["param"], answer["code"]) == (field, "unknown_parameter") and "did you mean" in answer["message"]
+    assert live.post(PATH, GREEDY | {"tools": [], "tool_choice": "auto", "do_sample": True, "typical_p": 1.0}).status == 200
+
+
+def test_special_tokens_of_a_prompt_may_be_left_out() -> None:
+    backend = byte_tokenizer().backend
+    backend.add_special_tokens(["<s>"])
+    begin = backend.token_to_id("<s>")
+    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
+    tokenizer = make_tokenizer(backend, {"bos_token": "<s>"}, None)
+    model = random_model(tiny_config(vocab_size=288), tokenizer=tokenizer)
+    assert tokenizer.encode("Hi")[0] == begin
+    with Live(model) as server:
+        for special in (None, True, False):
+            answer = server.post(PATH, {"prompt": ["Hi", "Ho"], "max_tokens": 1, "add_special_tokens": special, "return_token_ids": True})
+            found = [choice["prompt_token_ids"] for choice in answer.json()["choices"]]
+            assert found == [tokenizer.encode(text, special is not False) for text in ("Hi", "Ho")]
+
+
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"3", b"null", b'{"prompt": NaN}', b"[" * 100_000, b'{"a":' * 70 + b"1" + b"}" * 70, b"\xff\xfe", b"{}" * 3]
 )
@@ -308,6 +339,21 @@ def test_more_replies_than_the_queue_holds_are_not_to_be_asked_for_again(live: L
         chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
         assert small.post("/v1/chat/completions", chat | {"n": 5}).json()["error"]["param"] == "n"
         assert small.post("/v1/chat/completions", chat | {"n": 4}).status == 200 == small.post(PATH, GREEDY | {"n": 4}).status
+
+
+def test_requests_for_which_there_are_places_do_not_wait(live: Live):
+    """Seven requests come in one frame after the other, before the first step: three of them get the places."""
+    with Live(live.model, max_num_seqs=3, limits={"max_waiting": 4}) as server, socket.socket(socket.AF_UNIX) as front:
+        front.connect(str(server.path))
+        ids = np.array([300, 301], np.int32).tobytes()
+        frames = [frame(Submit([i], [[ids]], [{"max_tokens": 500, "ignore_eos": True}], False)) for i in range(9)]
+        front.sendall(b"".join(frames))
+        inward, decode, found = bytearray(), msgspec.msgpack.Decoder(Outward).decode, list[Any]()
+        while len(found) < 10:
+            inward += front.recv(1 << 16)
+            found += map(decode, take_frames(inward))
+        assert [one.ids for one in found if isinstance(one, Accepted)] == [[i] for i in range(7)]
+        assert [(one.ids, one.kind) for one in found if isinstance(one, Failure)] == [([i], "QueueFullError") for i in (7, 8)]
 
 
 def test_requests_beyond_the_queue_are_told_to_come_again(live: Live):

@@ -2,11 +2,14 @@
 
 import json
 import re
+import threading
 from typing import Any
 
 import pytest
 
-from tests.entrypoints.server.live import Live
+from nanovllm.entrypoints.server import engine_loop
+from nanovllm.entrypoints.server.peer import Peer
+from tests.entrypoints.server.live import LIMIT, Live
 
 pytestmark = pytest.mark.unhooked  # uvloop's transports are of types of its own
 
@@ -71,6 +74,62 @@ def test_rows_of_one_request_and_others_beside_them_are_independent(live: Live):
     assert all(map(is_person, texts)) and len(set(texts)) > 1
     assert live.post("/v1/completions", TEXT | {"temperature": 0, "max_tokens": 5}).json()["choices"][0]["finish_reason"] == "length"
     live.wait_until_idle()
+
+
+class SlowCompiler:
+    """An engine that has no compiled grammar before `go` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.go = threading.Event(), threading.Event()
+        compile_grammar = engine_loop.compile_grammar
+
+        def waiting(*args: Any) -> None:
+            self.reached.set()
+            assert self.go.wait(LIMIT)
+            compile_grammar(*args)
+
+        monkeypatch.setattr(engine_loop, "compile_grammar", waiting)
+        monkeypatch.setattr(engine_loop, "is_compiled", lambda *_: self.go.is_set())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_others_run_while_the_engine_compiles_a_grammar(live: Live, monkeypatch: pytest.MonkeyPatch, stream: bool):
+    compiler, texts = SlowCompiler(monkeypatch), list[str]()
+
+    def ask() -> None:
+        answer = live.post("/v1/completions", TEXT | {"guided_json": SCHEMA, "n": 2, "stream": stream}).body.decode()
+        parts = [json.loads(line[6:]) for line in answer.split("\n\n")[:-2]] if stream else [json.loads(answer)]
+        choices = [choice for part in parts for choice in part["choices"]]
+        texts.extend("".join(choice["text"] for choice in choices if choice["index"] == index) for index in (0, 1))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    assert compiler.reached.wait(LIMIT)
+    assert live.post("/v1/completions", TEXT | {"max_tokens": 5}).status == 200
+    assert asking.is_alive() and not live.engine.state.waiting
+    compiler.go.set()
+    asking.join(LIMIT)
+    assert len(texts) == 2 and all(map(is_person, texts))
+
+
+def test_a_client_that_leaves_while_its_grammar_is_compiled_leaves_no_request(live: Live, monkeypatch: pytest.MonkeyPatch):
+    compiler, count = SlowCompiler(monkeypatch), live.engine.state.next_id
+    connection = live.connect()
+    connection.request("POST", "/v1/completions", json.dumps(TEXT | {"guided_json": SCHEMA}), {"content-type": "application/json"})
+    assert compiler.reached.wait(LIMIT)
+    assert all(peer.coming for peer in peers(live))
+    connection.close()
+    while any(peer.coming for peer in peers(live)):
+        assert live.get("/health").status == 200
+    compiler.go.set()
+    live.wait_until_idle()
+    assert live.engine.state.next_id == count
+    assert is_person(live.post("/v1/completions", TEXT | {"guided_json": SCHEMA}).json()["choices"][0]["text"])
+
+
+def peers(live: Live) -> list[Peer]:
+    """The front ends that the engine knows."""
+    return [key.data for key in live.engine._selector.get_map().values() if isinstance(key.data, Peer)]
 
 
 def test_responses_have_a_form_too(live: Live):

@@ -5,7 +5,6 @@ import logging
 import os
 import socket
 import ssl
-import subprocess
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from nanovllm.entrypoints.server.admission import host_allowed
 from nanovllm.entrypoints.server.settings import Settings
 from nanovllm.errors import InvalidRequestError
 from nanovllm.state.pool import match
+from tests.entrypoints.server.certificates import self_signed
 from tests.entrypoints.server.live import Live, parsed
 
 pytestmark = pytest.mark.unhooked  # uvloop's transports are of types of its own
@@ -260,23 +260,7 @@ def test_tls(live: Live, tmp_path: Path):
         certificate(chain, None)
     with pytest.raises(InvalidRequestError, match="cannot be used"):
         certificate(chain, key)
-    new = [
-        "req",
-        "-x509",
-        "-newkey",
-        "rsa:2048",
-        "-nodes",
-        "-days",
-        "1",
-        "-subj",
-        "/CN=localhost",
-        "-addext",
-        "subjectAltName=DNS:localhost",
-    ]
-    try:
-        subprocess.run(["openssl", *new, "-keyout", key, "-out", chain], check=True, capture_output=True, timeout=60)
-    except FileNotFoundError:
-        pytest.skip("openssl is not installed")
+    chain, key = self_signed(tmp_path)
     trusting = ssl.create_default_context(cafile=chain)
     server = Live(live.model, settings(certificate=certificate(chain, key)))
     server.wait_until_healthy = lambda: None

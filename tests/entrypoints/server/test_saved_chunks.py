@@ -13,8 +13,9 @@ import pytest
 
 import nanovllm as nv
 from nanovllm.chunks.storage import blocks
-from nanovllm.entrypoints.server import file_thread, saved_chunks
+from nanovllm.entrypoints.server import saved_chunks
 from nanovllm.entrypoints.server.settings import Settings
+from nanovllm.entrypoints.server.side_thread import Between, Later, SideThread
 from nanovllm.files import temporary
 from nanovllm.testing.models import random_model, tiny_config
 from tests.entrypoints.server.live import LIMIT, Answer, Live
@@ -138,7 +139,7 @@ def test_a_name_that_is_taken_while_its_file_is_read(served: Live, monkeypatch: 
 
 
 def test_calls_for_files_are_bounded(served: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_thread, "MOST_CALLS", 2)
+    monkeypatch.setattr(served.engine._files, "_most", 2)
     disk = Slow(monkeypatch, "_write_block")
     first = Calling(served, "/v1/chunks/king/save", {})
     assert disk.reached.wait(LIMIT)
@@ -172,24 +173,24 @@ def test_a_deleted_chunk_counts_until_its_file_is_complete(tmp_path: Path, monke
 
 
 def test_a_call_counts_until_the_engine_has_ended_it(served: Live) -> None:
-    calls, ended, read = file_thread.FileThread(), list[Any](), list[int]()
+    calls, ended, read, most = SideThread("files", 32, "{most} calls"), list[Any](), list[int](), 32
     held, deadline = served.engine._held(), time.monotonic() + LIMIT
 
-    def reading(number: int, _: file_thread.Between) -> int:
+    def reading(number: int, _: Between) -> int:
         read.append(number)
         return number
 
-    for number in range(file_thread.MOST_CALLS + 3):  # the engine is in a long step
-        calls.begin(file_thread.Later(work=partial(reading, number), end=lambda held, result: (held, result)), ended.append)
+    for number in range(most + 3):  # the engine is in a long step
+        calls.begin(Later(work=partial(reading, number), end=lambda held, result: (held, result)), ended.append)
     time.sleep(0.1)
     assert read == [0]  # the others are read once it was put into pages
-    while len(ended) < file_thread.MOST_CALLS + 3:
+    while len(ended) < most + 3:
         assert time.monotonic() < deadline
         if calls.waits:
             calls.turn(held)[1]()
-    assert [value for value in ended if isinstance(value, int)] == read == [*range(file_thread.MOST_CALLS)]
-    assert sum(isinstance(value, nv.QueueFullError) for value in ended) == 3
-    calls.begin(file_thread.Later(work=lambda _: 7, end=lambda held, result: (held, result)), ended.append)
+    assert [value for value in ended if isinstance(value, int)] == read == [*range(most)]
+    assert [str(value) for value in ended if isinstance(value, nv.QueueFullError)] == ["32 calls"] * 3
+    calls.begin(Later(work=lambda _: 7, end=lambda held, result: (held, result)), ended.append)
     while ended[-1] != 7:
         assert time.monotonic() < deadline
         if calls.waits:
@@ -314,6 +315,43 @@ def test_another_server_loads_nothing_by_itself(served: Live) -> None:
     served.wait_until_healthy()
     assert again(served) == []
     assert served.post("/v1/chunks/king/load", {}).status == 200
+
+
+def test_kept_chunks_come_back_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = Settings(shutdown_seconds=1.0, chunk_dir=tmp_path, keep_chunks=True, max_chunks=4)
+
+    def restarted(live: Live) -> list[tuple[str, int]]:
+        live.stop_engine()
+        live.engine.save_chunks()
+        live.start_engine()
+        live.wait_until_healthy()
+        return [(chunk["name"], chunk["tokens"]) for chunk in live.get("/v1/chunks").json()["data"]]
+
+    with Live(settings=settings, num_pages=128) as server:
+        assert server.post("/v1/chunks", {"name": "king", "text": KING}).status == 200
+        wanted = server.post("/v1/completions", {**GREEDY, "chunks": ["king"]}).json()["choices"]
+        assert server.post("/v1/completions", {**GREEDY, "chunks": ["king"], "keep": "talk"}).status == 200
+        names = [name for name, _ in restarted(server)]
+        assert names == ["king", "talk"]
+        assert server.post("/v1/completions", {**GREEDY, "chunks": ["king"]}).json()["choices"] == wanted
+        assert server.call("DELETE", "/v1/chunks/talk").status == 200
+        assert server.post("/v1/chunks", {"name": "king", "token_ids": [5, 6, 7], "replace": True}).status == 200
+        written, write = list[str](), saved_chunks.write
+
+        def noted(between: Any, path: Path, name: str, *args: Any) -> int:
+            written.append(name)
+            return write(between, path, name, *args)
+
+        monkeypatch.setattr(saved_chunks, "write", noted)
+        assert restarted(server) == [("king", 3)] and written == ["king"]  # the file is that of the newer chunk
+        assert restarted(server) == [("king", 3)] and written == ["king"]  # and need not be written again
+        for name in ("a", "b", "c"):  # with the file of "talk" there are five
+            assert server.post("/v1/chunks", {"name": name, "token_ids": [5, 6]}).status == 200
+        assert restarted(server) == [("a", 2), ("b", 2), ("king", 3)]
+        assert "a chunk was not saved: there are 4 chunk files" in capfd.readouterr().err
+        server.wait_until_idle()
 
 
 def test_what_happens_to_one_file_keeps_no_engine_from_its_start(

@@ -162,6 +162,7 @@ def test_starts_that_fail_say_why_in_one_line(served: Any, tmp_path: Path, monke
         (("no/such-model",), "no/such-model"),
         (("tiny", "--model", "no/such-model"), "two models were named, 'tiny' and --model 'no/such-model'"),
         (("--request-timeout", "0"), "request_timeout=0.0"),
+        (("--keep-chunks",), "--chunk-dir"),
         (("--host", "0.0.0.0"), "a key is needed"),
         (("--cors-origin", "chat"), "--cors-origin"),
     ):
@@ -201,6 +202,20 @@ def test_an_orderly_end_lets_requests_end(served: Any):
     assert any(" POST '/v1/completions' 200 " in line for line in server.errors) and not any("Traceback" in line for line in server.errors)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_kept_chunks_are_those_of_the_next_server(served: Any, tmp_path: Path, number: int):
+    options = ("--chunk-dir", str(tmp_path), "--keep-chunks")
+    server = served(*options).ready()
+    assert server.post({"name": "kept", "text": "Once upon"}, "/v1/chunks").status == 200
+    reply = server.post(GREEDY | {"prompt": " a time", "chunks": ["kept"]}).read()
+    server.process.send_signal(number)
+    assert server.end() == 0 and not server.errors
+    server = served(*options).ready()
+    assert json.loads(server.post(GREEDY | {"prompt": " a time", "chunks": ["kept"]}).read())["choices"] == json.loads(reply)["choices"]
+    server.process.send_signal(number)
+    assert server.end() == 0 and not server.errors
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("second", [False, True])
 def test_requests_that_do_not_end_in_time_are_told_so(served: Any, second: bool):
@@ -214,7 +229,8 @@ def test_requests_that_do_not_end_in_time_are_told_so(served: Any, second: bool)
         server.process.send_signal(signal.SIGINT)
     assert server.end() == second and time.monotonic() - began < 15.0
     thread.join(LIMIT)
-    assert b"the server has shut down" in b"".join(found) and gone(pids) and empty(server)
+    told = b"".join(found)
+    assert b"the server has shut down" in told and b'"code":"shutting_down"' in told and gone(pids) and empty(server)
     assert not any("Traceback" in line for line in server.errors), server.errors
 
 

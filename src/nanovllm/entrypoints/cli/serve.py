@@ -59,6 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--access-log", action="store_true", help="print a line on stderr for each request")
     group.add_argument("--metrics-names", choices=("nanovllm", "vllm"), default="nanovllm", help="the names of the metrics at /metrics")
     group.add_argument("--chunk-dir", type=Path, metavar="DIR", help="a folder for the files of chunks that clients save")
+    kept = "save the chunks of clients in --chunk-dir at an orderly end, and load them at the next start"
+    group.add_argument("--keep-chunks", action="store_true", help=kept)
     group.add_argument(
         "--max-chunks", type=int, default=256, metavar="N", help="chunks that the clients of one key may have (default: 256)"
     )
@@ -109,6 +111,7 @@ def run(options: argparse.Namespace) -> int:
         stream_interval=options.stream_interval,
         metrics_names=options.metrics_names,
         chunk_dir=options.chunk_dir,
+        keep_chunks=options.keep_chunks,
         max_chunks=options.max_chunks,
         chunk_share=options.chunk_share,
         tool_parser=options.tool_parser,

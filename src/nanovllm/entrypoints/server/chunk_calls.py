@@ -20,9 +20,9 @@ from nanovllm.chunks.storage import blocks
 from nanovllm.chunks.storage import file as chunk_file
 from nanovllm.chunks.thinking import think_spans
 from nanovllm.entrypoints.server import saved_chunks
-from nanovllm.entrypoints.server.file_thread import Between, Later
 from nanovllm.entrypoints.server.held import Held
 from nanovllm.entrypoints.server.named_chunks import Named, count_pages, deleted, settled
+from nanovllm.entrypoints.server.side_thread import Between, Later
 from nanovllm.entrypoints.server.wire import Keep
 from nanovllm.errors import ChunkFileError, EngineDeadError, InvalidRequestError, NanoVLLMError, OutOfPagesError
 from nanovllm.state.chunk import Chunk
@@ -162,7 +162,7 @@ def delete_saved(held: Held, *, space: str, name: str) -> tuple[Held, None]:
 
 
 def load_marked(held: Held) -> tuple[Held, list[str]]:
-    """Load the chunks that were in memory and have files, as far as they fit, when an engine is started again.
+    """Load the chunks that were in memory and have files, as far as they fit, when an engine is started again or chunks are kept.
 
     Returns:
         What is held next, and why chunks were not loaded.
@@ -179,6 +179,22 @@ def load_marked(held: Held) -> tuple[Held, list[str]]:
                 value = _told(error, f"{name}: the file could not be loaded")
             problems += [str(value)] if isinstance(value, NanoVLLMError) else []
     return held, problems
+
+
+def save_kept(held: Held) -> list[str]:
+    """Save the chunks that are not as their files, at an orderly end, if chunks are kept. Returns why chunks were not saved."""
+    problems, limits = [], held.named.limits
+    for space, _ in limits.spaces if limits.kept else ():
+        for name, found in sorted(held.named.space(space).items(), key=lambda item: (item[1].created, item[0])):
+            if saved_chunks.is_marked(path := saved_chunks.path_of(limits, space, name), name):
+                continue
+            try:
+                head = chunk_file.head_of(held.state, found.chunk)
+                saved_chunks.write(lambda copy: copy(held), path, name, found.chunk, head, held.model.device, limits.most)
+                saved_chunks.mark(path, name)
+            except Exception as error:  # of one chunk; the others are saved all the same
+                problems.append(str(_told(error, f"{name}: the file could not be written")))
+    return problems
 
 
 def _put_into_pages(held: Held, found: Any, space: str, name: str, *, replaced: bool, namespace: int) -> tuple[Held, Any]:

@@ -1,7 +1,7 @@
 """The engine's side of the socket: requests of front ends come in, and what a step gives goes out, between two steps.
 
-One thread does all but write and read files. While requests run it looks at the sockets once a step, without waiting. A front end that
-reads nothing while much waits for it is cut off, with its requests: it may have been stopped.
+One thread does all but write and read files and compile grammars. While requests run it looks at the sockets once a step, without waiting.
+A front end that reads nothing while much waits for it is cut off, with its requests: it may have been stopped.
 """
 
 import selectors
@@ -9,9 +9,8 @@ import signal
 import socket
 import sys
 import time
-from array import array
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,35 +18,35 @@ import msgspec
 import numpy as np
 
 from nanovllm.chunks.handles import release
+from nanovllm.engine.constrained import compile_grammar
 from nanovllm.engine.failures import as_value
 from nanovllm.engine.requests import cancel, capacity, submit_many
 from nanovllm.engine.step import step
-from nanovllm.entrypoints.server import engine_calls, saved_chunks, scores
-from nanovllm.entrypoints.server.chunk_calls import kept, load_marked
+from nanovllm.entrypoints.server import engine_calls, saved_chunks
+from nanovllm.entrypoints.server.chunk_calls import kept, load_marked, save_kept
 from nanovllm.entrypoints.server.chunk_pages import explained, require_pages
 from nanovllm.entrypoints.server.engine_metrics import EngineMetrics, Timeline
-from nanovllm.entrypoints.server.file_thread import FileThread, Later
 from nanovllm.entrypoints.server.held import Held
 from nanovllm.entrypoints.server.named_chunks import ChunkLimits, NamedChunks, prefix, without_compositions
+from nanovllm.entrypoints.server.news import News, Owner
 from nanovllm.entrypoints.server.peer import MOST_UNSENT, STALL_SECONDS, Peer
+from nanovllm.entrypoints.server.side_thread import Later, SideThread
 from nanovllm.entrypoints.server.wire import (
     Accepted,
     Answer,
     Ask,
     Cancel,
-    Ended,
     Failure,
     Hello,
     Inward,
     Keep,
     Outward,
-    Scored,
-    Stepped,
     Submit,
     take_frames,
 )
 from nanovllm.errors import EngineDeadError, InvalidRequestError, NanoVLLMError, OutOfPagesError, QueueFullError
 from nanovllm.models.model import Model
+from nanovllm.sampling.compiled_grammar import is_compiled
 from nanovllm.sampling.grammar import Grammar
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.sampling.process_logits import LogitsProcessor
@@ -55,33 +54,13 @@ from nanovllm.state.chunk import Chunk
 from nanovllm.state.device_errors import message_of
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.kv_cache import pages_for
-from nanovllm.state.request import StepOutput
 
 READ = 1 << 18
-MOST_KNOWN = 64  # sampling options that are kept for further requests
+MOST_FILES = 32  # chunks that are being saved or loaded
+MOST_COMPILED = 256  # requests whose grammars are being compiled
+MOST_KNOWN = 64  # sampling options, and grammars, that are kept for further requests
 GATHER_SECONDS = 0.004  # that the first of several requests waits for the others, at most
 QUIET_SECONDS = 0.001  # in which one of them must come
-
-
-@dataclass(slots=True)
-class Owner:
-    """Whose a request of the engine is: the front end, its number there, whether it is streamed, and its waiting prompt tokens;
-    what becomes a chunk at its end, when things happened to it, whose KV it shares, and whether it has given nothing yet.
-    """
-
-    peer: Peer
-    number: int
-    streamed: bool
-    waiting: int
-    keep: Keep | None
-    line: Timeline
-    namespace: int
-    fresh: bool = True
-
-    @property
-    def counted(self) -> bool:
-        """Whether metrics count the request: it does more than to make a chunk."""
-        return self.keep is None or self.keep.what != "prompt"
 
 
 class EngineLoop:
@@ -124,24 +103,32 @@ class EngineLoop:
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
         self._known: dict[tuple[Any, ...], SamplingParams] = {}
+        self._known_grammars: dict[tuple[str, str], Grammar] = {}
         self._together = 1  # requests that came at about the same time when there was nothing to do, and while the first of them ran
         self._num_first = 0  # of these, those that were there for the first step; 0 later
         self._num_later = 0  # requests that came after those, until the next time that there is nothing to do
-        self._files = FileThread()
-        self._selector.register(self._files.woken, selectors.EVENT_READ, self._files.woken)
+        self._files = SideThread("engine-files", MOST_FILES, "{most} chunks are being saved or loaded: try again later")
+        self._grammars = SideThread("engine-grammars", MOST_COMPILED, "{most} requests wait for their grammars: try again later")
+        for beside in (self._files, self._grammars):
+            self._selector.register(beside.woken, selectors.EVENT_READ, beside.woken)
         self._ended = False
 
     def load_chunks(self, *, again: bool) -> None:
-        """Make the chunk folder ready, and, if the engine is started `again`, load the chunks that the one before it had in memory and in
-        files. Those that cannot be loaded are named on stderr.
+        """Make the chunk folder ready, and, if the engine is started `again` or chunks are kept, load the chunks that the one before it had
+        in memory and in files. Those that cannot be loaded are named on stderr.
         """
         saved_chunks.tidy(self.named.limits, again=again)
-        if not again:
+        if not again and not self.named.limits.kept:
             return
         held, problems = load_marked(self._held())
         self._hold(held)
         for problem in problems:
             print(f"nanovllm: a chunk was not loaded again: {problem}", file=sys.stderr, flush=True)
+
+    def save_chunks(self) -> None:
+        """After `run`: save the chunks that have no files, if chunks are kept. Those that cannot be saved are named on stderr."""
+        for problem in save_kept(self._held()):
+            print(f"nanovllm: a chunk was not saved: {problem}", file=sys.stderr, flush=True)
 
     def run(self) -> None:
         """Serve until `stop`.
@@ -152,15 +139,13 @@ class EngineLoop:
         try:
             while not self._ended:
                 idle = not (self.state.running or self.state.waiting)
-                self._look(None if idle and not self._files.waits else 0.0)
+                self._look(None if idle and not self._files.waits and not self._grammars.waits else 0.0)
+                self._turn(self._grammars)
                 if idle and self.state.waiting:
                     self._gather()
                 elif self._num_first:
                     self._together, self._num_first = self._num_first + self._num_later, 0
-                if self._files.waits:
-                    held, tell = self._files.turn(self._held())
-                    self._hold(held)
-                    tell()
+                self._turn(self._files)
                 self._flush()
                 if self.state.running or self.state.waiting:
                     self._step()
@@ -170,6 +155,13 @@ class EngineLoop:
             raise
         finally:
             self.close()
+
+    def _turn(self, beside: SideThread) -> None:
+        """Do one thing that a thread beside this one waits for, if it does."""
+        if beside.waits:
+            held, tell = beside.turn(self._held())
+            self._hold(held)
+            tell()
 
     def _look(self, seconds: float | None) -> bool:
         """Handle what has come, or comes in this time. Returns whether something has."""
@@ -204,6 +196,7 @@ class EngineLoop:
     def close(self) -> None:
         """Give up files that are open, and close all sockets."""
         self._files.close()
+        self._grammars.close()
         for key in [*self._selector.get_map().values()]:
             key.fileobj.close()  # pyright: ignore[reportAttributeAccessIssue]
         self._selector.close()
@@ -273,13 +266,14 @@ class EngineLoop:
             self._selector.unregister(peer.sock)
         peer.sock.close()
         self._spoken_to.pop(id(peer), None)
-        self._cancel(peer, [*peer.requests])
+        self._cancel(peer, [*peer.requests, *peer.coming])
 
     def _handle(self, peer: Peer, message: Inward) -> None:
         match message:
             case Submit():
                 try:
-                    self._submit(peer, message)
+                    new = self._new_grammars(message)
+                    self._compile(peer, message, new) if new else self._submit(peer, message)
                 except NanoVLLMError as error:
                     self._refuse(peer, message.ids, error)
             case Cancel():
@@ -309,6 +303,33 @@ class EngineLoop:
             self._refuse(peer, [number], value)
         elif peer.sock.fileno() >= 0:  # the front end may have gone since it asked
             self._send(peer, Answer(number, value))
+
+    def _new_grammars(self, message: Submit) -> list[Grammar]:
+        """The grammars of requests that are not compiled yet."""
+        config, grammars = self.model.config, {self._grammar(options["grammar"]) for options in message.params if "grammar" in options}
+        return [one for one in grammars if not is_compiled(self.model.tokenizer, one, config.vocab_size, config.eos_token_ids)]
+
+    def _grammar(self, fields: dict[str, Any]) -> Grammar:
+        """The grammar of a frame. It takes milliseconds to check a large one, so it is kept for other rows and further requests."""
+        return kept_value(self._known_grammars, (fields["form"], fields["source"]), lambda: Grammar(**fields))
+
+    def _compile(self, peer: Peer, message: Submit, grammars: list[Grammar]) -> None:
+        """Queue requests when their grammars are compiled, which is done while steps run."""
+
+        def compiled(found: Any) -> None:
+            if not peer.coming.issuperset(message.ids):  # cancelled meanwhile, or the front end has gone
+                return
+            peer.coming.difference_update(message.ids)
+            try:
+                if isinstance(found, NanoVLLMError):
+                    raise found
+                self._submit(peer, message)  # if compiling failed in another way, it fails here once more
+            except NanoVLLMError as refusal:
+                self._refuse(peer, message.ids, refusal)
+
+        peer.coming.update(message.ids)
+        work = Later(work=lambda _: [compile_grammar(self.model, one) for one in grammars], end=lambda held, found: (held, found))
+        self._grammars.begin(work, compiled)
 
     def _submit(self, peer: Peer, message: Submit) -> None:
         runs = [[np.frombuffer(part, np.int32) for part in parts if isinstance(part, bytes)] for parts in message.prompts]
@@ -358,18 +379,12 @@ class EngineLoop:
     def _params(self, options: dict[str, Any]) -> SamplingParams:
         """The sampling options of a frame. Those of most requests are the same, and are checked once."""
         if (grammar := options.get("grammar")) is not None:
-            options = {**options, "grammar": Grammar(**grammar)}
+            options = {**options, "grammar": self._grammar(grammar)}
         key = tuple(options.items())
         try:
-            found = self._known.get(key)
+            return kept_value(self._known, key, lambda: SamplingParams(**options))
         except TypeError:  # a value is a list
             return SamplingParams(**options)
-        if found is None:
-            found = SamplingParams(**options)
-            if len(self._known) >= MOST_KNOWN:
-                self._known.clear()
-            self._known[key] = found
-        return found
 
     def _require_keeping(self, keep: Keep, totals: list[int], base: Chunk | None) -> None:
         """Refuse a request whose chunk would have no name or no room."""
@@ -384,13 +399,15 @@ class EngineLoop:
 
     def _require_room(self, count: int, tokens: int) -> None:
         waiting = len(self.state.waiting)
-        if self.max_waiting is not None and waiting + count > self.max_waiting:
+        places = max(0, self.state.config.max_num_seqs - len(self.state.running))  # for those that wait for the next step alone
+        if self.max_waiting is not None and waiting + count > self.max_waiting + places:
             raise QueueFullError(f"{waiting} requests wait, and at most {self.max_waiting} may (--max-waiting): try again later")
         if self.max_waiting_tokens is not None and waiting and self.waiting_tokens + tokens > self.max_waiting_tokens:
             limit = f"at most {self.max_waiting_tokens} may (--max-waiting-tokens)"
             raise QueueFullError(f"requests with {self.waiting_tokens} prompt tokens wait, and {limit}: try again later")
 
     def _cancel(self, peer: Peer, numbers: list[int]) -> None:
+        peer.coming.difference_update(numbers)
         for number in numbers:
             if (request_id := peer.requests.pop(number, None)) is not None:
                 owner = self._owners.pop(request_id)
@@ -467,35 +484,10 @@ class EngineLoop:
         self._spoken_to.clear()
 
 
-class News:
-    """What one step gave to one front end."""
-
-    __slots__ = ("counts", "ended", "ids", "peer", "scored", "token_ids")
-
-    def __init__(self, peer: Peer) -> None:
-        self.peer = peer
-        self.ids, self.counts, self.token_ids = array("I"), bytearray(), array("i")
-        self.ended: list[Ended] = []
-        self.scored: dict[int, Scored] = {}
-
-    def add(self, owner: Owner, out: StepOutput, kept: Any = None, failed: NanoVLLMError | None = None) -> None:
-        """Add what the step gave to one request; the chunk that it became, or why it became none; and why the request failed, if it did."""
-        if owner.streamed and out.output is None:  # the last tokens may be a stop string's; the end has the whole text
-            self.ids.append(owner.number)
-            self.counts.append(len(out.token_ids))
-            self.token_ids.extend(out.token_ids)
-            if out.scored is not None and (scored := scores.of_step(out.scored, len(out.token_ids))) is not None:
-                self.scored[owner.number] = scored
-        if (output := out.output) is not None:
-            if isinstance(kept, NanoVLLMError):
-                failed, kept = (kept, None) if owner.keep is not None and owner.keep.what == "prompt" else (failed, {"error": str(kept)})
-            error = None if failed is None else (type(failed).__name__, str(failed))
-            tokens = array("i", out.token_ids if owner.streamed else output.token_ids).tobytes()
-            counts = output.num_cached_tokens, tokens, len(output.token_ids)
-            scored = scores.of_step(out.scored, len(out.token_ids)) if owner.streamed else scores.of_entries(output.logprobs)
-            more = error, kept, scored, output.out_of_pages
-            self.ended.append(Ended(owner.number, output.finish_reason, output.text, *counts, *more))
-
-    def message(self) -> Stepped:
-        """The frame's message."""
-        return Stepped(self.ids.tobytes(), bytes(self.counts), self.token_ids.tobytes(), self.ended, self.scored)
+def kept_value(values: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+    """The value of a key, made if it is not kept. All are forgotten when there are too many."""
+    if key not in values:
+        if len(values) >= MOST_KNOWN:
+            values.clear()
+        values[key] = make()
+    return values[key]

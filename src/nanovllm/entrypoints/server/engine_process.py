@@ -42,7 +42,7 @@ def run_engine(
         limits: The limits of `EngineLoop`.
         listener: The socket that front ends connect to.
         ready: A file descriptor that is told `READY`, or the error of a start that failed.
-        again: Whether an engine before this one has failed: its chunks that have files are loaded.
+        again: Whether an engine of this server before this one has failed: its chunks that have files are loaded.
     """
     try:
         llm = load_llm(model, options, *parsers)
@@ -56,6 +56,7 @@ def run_engine(
         loop.load_chunks(again=again)
         os.write(ready, READY)
         loop.run()
+        loop.save_chunks()
     except EngineDeadError as error:
         print(f"nanovllm: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return DEAD

@@ -76,7 +76,9 @@ def api_error(error: NanoVLLMError, param: str | None = None) -> ApiError:
     match error:
         case QueueFullError():
             return ApiError(429, message, type="rate_limit_error", code="queue_full", headers=(("retry-after", RETRY_SECONDS),))
-        case EngineDeadError() | EngineClosedError():
+        case EngineClosedError():
+            return ApiError(503, message, type="server_error", code="shutting_down", headers=(("retry-after", RETRY_SECONDS),))
+        case EngineDeadError():
             return ApiError(503, message, type="server_error", code="engine_unavailable", headers=(("retry-after", RETRY_SECONDS),))
         case OutOfPagesError():
             return ApiError(503, message, type="server_error", code="out_of_memory", headers=(("retry-after", RETRY_SECONDS),))

@@ -25,12 +25,14 @@ class ChunkLimits:
 
     Attributes:
         folder: Where chunk files go; None: chunks are not saved.
+        kept: Whether chunks are saved at an orderly end, and loaded at the next start.
         most: How many chunks a namespace may have, and how many files.
         share: The part of the engine's pages that the chunks of a namespace may hold.
         spaces: The namespaces that there can be, each with the number within whose requests its KV may be shared.
     """
 
     folder: Path | None = None
+    kept: bool = False
     most: int = 256
     share: float = 0.5
     spaces: tuple[tuple[str, int], ...] = (("", 0),)
@@ -40,7 +42,7 @@ def chunk_limits(settings: Settings) -> ChunkLimits:
     """The limits of each namespace. The keys share what chunks may hold, so that none can take it from the others."""
     share = settings.chunk_share / max(1, len(settings.api_keys))
     spaces = tuple((digest.hex(), place) for place, digest in enumerate(settings.api_keys, 1)) or (("", 0),)
-    return ChunkLimits(folder=settings.chunk_dir, most=settings.max_chunks, share=share, spaces=spaces)
+    return ChunkLimits(folder=settings.chunk_dir, kept=settings.keep_chunks, most=settings.max_chunks, share=share, spaces=spaces)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

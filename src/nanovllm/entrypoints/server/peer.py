@@ -18,6 +18,7 @@ class Peer:
     """One front end: its socket, what was read of an incomplete frame, what is not yet sent, and its requests by number.
 
     Attributes:
+        coming: The numbers of requests whose grammars are being compiled.
         frames: Frames of which nothing is sent.
         rest: What is left of frames that are being sent.
         unsent: The number of bytes of both.
@@ -30,6 +31,7 @@ class Peer:
     stall_seconds: float = STALL_SECONDS
     inward: bytearray = field(default_factory=bytearray)
     requests: dict[int, int] = field(default_factory=dict)
+    coming: set[int] = field(default_factory=set)
     frames: deque[bytes] = field(default_factory=deque)
     rest: memoryview = field(default_factory=lambda: memoryview(b""))
     unsent: int = 0

@@ -1,14 +1,16 @@
 """The fields of requests: their types, which fields are ignored, and what becomes of them as `SamplingParams`."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
 
 from nanovllm.engine.requests import MOST_PRIORITY
 from nanovllm.entrypoints.server.errors import ApiError, api_error, unsupported
-from nanovllm.entrypoints.server.settings import MOST_INTERVAL, MOST_STOP, MOST_TOKENS
+from nanovllm.entrypoints.server.settings import MOST_INTERVAL, MOST_TOKENS
 from nanovllm.errors import InvalidRequestError
 from nanovllm.sampling.params import MIN_TEMPERATURE, SamplingParams, closest
 
@@ -24,20 +26,36 @@ IGNORED = frozenset(
     {
         "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",
         "safety_identifier", "verbosity", "prediction", "moderation", "request_id", "session_id", "return_progress",
-        "timings_per_token", "cache_prompt", "id_slot", "kv_transfer_params", "spaces_between_special_tokens", "add_special_tokens",
-        "guided_decoding_backend", "guided_whitespace_pattern", "max_tool_calls",
+        "timings_per_token", "cache_prompt", "id_slot", "kv_transfer_params", "spaces_between_special_tokens", "guided_decoding_backend",
+        "max_tool_calls", "length_penalty", "early_stopping",
     }
 )  # fmt: skip
-# Fields that would change the reply and that this server does not have. A value that asks for nothing is let through.
-REFUSED = frozenset(
+NOTHING = (None, False, 0, "", [], ["text"])
+# Fields that would change the reply and that this server, or the route, does not have. Values that ask for nothing are let through.
+REFUSED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        "suffix", "use_beam_search", "audio", "modalities", "web_search_options", "functions", "function_call", "allowed_token_ids",
-        "prompt_logprobs", "lora_path", "chat_template", "logprob_token_ids", "prompt_embeds", "echo", "documents",
-        "thinking_token_budget", "reasoning_budget", "return_tokens_as_token_ids", "best_of",
+        **dict.fromkeys(
+            (
+                "suffix", "use_beam_search", "audio", "modalities", "web_search_options", "functions", "function_call",
+                "allowed_token_ids", "prompt_logprobs", "lora_path", "chat_template", "logprob_token_ids", "prompt_embeds", "echo",
+                "documents", "thinking_token_budget", "reasoning_budget", "return_tokens_as_token_ids", "guided_whitespace_pattern",
+                "add_special_tokens", "tools", "lora_request", "logits_processors", "samplers", "stop_sequences", "stop_regex", "n_probs",
+                "mirostat", "dry_multiplier", "xtc_probability", "dynatemp_range", "top_a", "no_repeat_ngram_size",
+            ),
+            NOTHING,
+        ),
+        "best_of": (*NOTHING, 1),
+        "tool_choice": (*NOTHING, "none", "auto"),
+        "typical_p": (*NOTHING, 1),
+        "tfs_z": (*NOTHING, 1),
+        "num_beams": (*NOTHING, 1),
+        "top_n_sigma": (*NOTHING, -1),
+        "n_predict": (None, -1),
+        "repeat_last_n": (None, -1),
+        "do_sample": (None, True),
     }
 )  # fmt: skip
 BITS = 256  # of integers, which messages may name
-NOTHING = (None, False, 0, "", [], ["text"])
 MISSING = re.compile(r"missing required field `(\w+)`")
 
 
@@ -106,12 +124,10 @@ def read(values: dict[str, Any], kind: type[T]) -> T:
         if name in known or name in IGNORED or name in CONSTRAINTS:
             continue
         if name in REFUSED:
-            if value in NOTHING or (name == "best_of" and value == 1):
+            if value in REFUSED[name]:
                 continue
             raise unsupported(name)
-        close = closest(name, known)
-        if close is not None:
-            raise ApiError(400, f"unknown field {name[:100]!r}: did you mean {close!r}?", param=name[:100], code="unknown_parameter")
+        require_far(name, (*known, *CONSTRAINTS))
     asked = convert(values, kind)
     if asked.cache_salt == "":
         raise ApiError(400, "cache_salt is empty: give a text that others cannot guess, or leave the field out", param="cache_salt")
@@ -120,6 +136,16 @@ def read(values: dict[str, Any], kind: type[T]) -> T:
     if asked.stream_interval is not None and not 1 <= asked.stream_interval <= MOST_INTERVAL:
         raise ApiError(400, f"stream_interval={asked.stream_interval}: must be in [1, {MOST_INTERVAL}]", param="stream_interval")
     return asked
+
+
+def require_far(name: str, known: tuple[str, ...]) -> None:
+    """Refuse an unknown field that was most likely meant to be a known one.
+
+    Raises:
+        ApiError: The names are similar.
+    """
+    if (close := closest(name, known)) is not None:
+        raise ApiError(400, f"unknown field {name[:100]!r}: did you mean {close!r}?", param=name[:100], code="unknown_parameter")
 
 
 def convert(values: dict[str, Any], kind: type[S]) -> S:
@@ -160,8 +186,6 @@ def sampling(asked: Sampled, generation: SamplingParams, max_tokens: int, *, lim
     for name in ("logit_bias", "stop_token_ids"):
         if len(getattr(asked, name) or ()) > MOST_TOKENS:
             raise ApiError(400, f"{name} has more than {MOST_TOKENS} tokens", param=name)
-    if any(len(stop) > MOST_STOP for stop in (asked.stop if isinstance(asked.stop, list) else [asked.stop or ""])):
-        raise ApiError(400, f"stop has a string of more than {MOST_STOP} characters", param="stop")
     if (penalty := asked.repetition_penalty or asked.repeat_penalty) is not None:
         options["repetition_penalty"] = penalty
     if 0 < options["temperature"] < MIN_TEMPERATURE:

@@ -1,7 +1,8 @@
 """The files of named chunks: where they are, and how they are written and read in a thread beside the engine's steps.
 
 A file's name is made of digests, so that clients choose no part of it. A mark in the same folder has the chunk's name, and says that the
-chunk of this file is in memory too. An engine that is started again by the same server loads the chunks that have marks.
+chunk of this file is in memory too. An engine that is started again by the same server loads the chunks that have marks. So does the next
+server's engine, if the operator wants chunks to be kept: then an orderly end saves those that have no mark.
 """
 
 import hashlib
@@ -16,9 +17,9 @@ import torch
 from nanovllm.chunks.storage import blocks
 from nanovllm.chunks.storage import file as chunk_file
 from nanovllm.chunks.storage.format import Head
-from nanovllm.entrypoints.server.file_thread import Between
 from nanovllm.entrypoints.server.held import Held
 from nanovllm.entrypoints.server.named_chunks import ChunkLimits
+from nanovllm.entrypoints.server.side_thread import Between
 from nanovllm.errors import ChunkFileError, ChunkLimitError, InvalidRequestError, UnknownChunkError
 from nanovllm.files import delete_abandoned, put, temporary
 from nanovllm.models.model import Model
@@ -48,6 +49,13 @@ def mark(path: Path, name: str) -> None:
             path.with_suffix(MARK).write_text(name)
 
 
+def is_marked(path: Path, name: str) -> bool:
+    """Whether the chunk in memory is that of the file."""
+    with suppress(OSError, UnicodeDecodeError):
+        return path.exists() and path.with_suffix(MARK).read_text() == name
+    return False
+
+
 def unmark(limits: ChunkLimits, space: str, name: str) -> None:
     """Note that the chunk of a name is not in memory."""
     if limits.folder is not None:
@@ -67,13 +75,13 @@ def marked(limits: ChunkLimits, space: str) -> Iterator[str]:
 
 
 def tidy(limits: ChunkLimits, *, again: bool) -> None:
-    """Delete what no engine needs when one is started: temporary files of engines that were killed, and, unless it is started `again`,
-    the marks of a server before this one. Servers that share a folder and keys share marks too.
+    """Delete what no engine needs when one is started: temporary files of engines that were killed, and, unless it is started `again` or
+    chunks are kept, the marks of a server before this one. Servers that share a folder and keys share marks too.
     """
     for space, _ in limits.spaces if limits.folder is not None else ():
         folder = path_of(limits, space, "").parent
         delete_abandoned(folder)
-        for path in () if again else folder.glob(f"*{MARK}"):
+        for path in () if again or limits.kept else folder.glob(f"*{MARK}"):
             with suppress(OSError):
                 path.unlink(missing_ok=True)
 

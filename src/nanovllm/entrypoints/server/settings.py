@@ -12,7 +12,6 @@ MOST_ROWS = 2048  # prompts times choices of one request
 MOST_TOKENS = 1024  # entries of `logit_bias`, and of `stop_token_ids`
 MOST_LISTED = 1 << 17  # such entries of all rows of one request
 MOST_INTERVAL = 1024  # tokens of one event
-MOST_STOP = 4096  # characters of one stop string
 MOST_LOGPROBS = 1 << 22  # of all tokens of one answer: each takes some 100 bytes while its JSON is made
 
 
@@ -66,6 +65,7 @@ class Settings:
         stream_interval: How many tokens an event of a stream has. The first token is sent at once, and so is what is left at the end.
         metrics_names: `"nanovllm"` or `"vllm"`: the names of the metrics.
         chunk_dir: The folder of chunk files; None: chunks are not saved.
+        keep_chunks: Whether chunks are saved at an orderly end, and loaded at the next start.
         max_chunks: How many chunks the clients of one key may have.
         chunk_share: The part of the KV memory that chunks may hold, all keys together.
         tool_parser: The format of tool calls: a name of `tools.formats.FORMATS`, "auto" for what the chat template tells, or "none".
@@ -93,6 +93,7 @@ class Settings:
     stream_interval: int = 1
     metrics_names: str = "nanovllm"
     chunk_dir: Path | None = None
+    keep_chunks: bool = False
     max_chunks: int = 256
     chunk_share: float = 0.5
     tool_parser: str = "auto"
@@ -111,6 +112,8 @@ class Settings:
                 raise InvalidRequestError(f"{name}={value} must be at least 1, or None")
         if not 1 <= self.stream_interval <= MOST_INTERVAL:
             raise InvalidRequestError(f"stream_interval={self.stream_interval} must be in [1, {MOST_INTERVAL}]")
+        if self.keep_chunks and self.chunk_dir is None:
+            raise InvalidRequestError("keep_chunks=True needs a folder: --chunk-dir")
         if self.max_chunks < 0:
             raise InvalidRequestError(f"max_chunks={self.max_chunks} must be at least 0")
         if not 0 <= self.chunk_share <= 1:

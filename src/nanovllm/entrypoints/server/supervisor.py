@@ -87,7 +87,7 @@ class Supervisor:
                     if signal.sigwait(watched) != signal.SIGCHLD:
                         return self._stop()
                     if not self._reap(say):
-                        return 1
+                        return self._stop() or 1
             finally:
                 self._kill()
 
@@ -149,31 +149,36 @@ class Supervisor:
 
         Returns the exit code.
         """
-        code = 0
-        for pid in self.fronts:
+        saving = self.settings.shutdown_seconds if self.settings.keep_chunks else 0.0
+        in_time = self._ended(self.fronts, self.settings.shutdown_seconds, KILL_SECONDS)
+        in_time &= self._ended({self.engine} - {0}, saving if in_time else 0.0, 0.0)
+        if self.engine and self.settings.keep_chunks:
+            print("nanovllm: the engine is ended before all chunks are saved", file=sys.stderr, flush=True)
+        return int(not in_time)
+
+    def _ended(self, pids: set[int], seconds: float, after_second: float) -> bool:
+        """Send SIGTERM to processes, and wait for their ends: for a time, or after a second signal for another time.
+
+        Returns whether no second signal came.
+        """
+        in_time, end = True, time.monotonic() + seconds + KILL_SECONDS
+        for pid in pids:
             os.kill(pid, signal.SIGTERM)
-        end = time.monotonic() + self.settings.shutdown_seconds + KILL_SECONDS
-        while self.fronts and (left := end - time.monotonic()) > 0:
-            came = signal.sigtimedwait(self._ends | {signal.SIGCHLD}, left)
+        left = {*pids}
+        while left and (wait := end - time.monotonic()) > 0:
+            came = signal.sigtimedwait(self._ends | {signal.SIGCHLD}, wait)
             if came is not None and came.si_signo != signal.SIGCHLD:
-                code, end = 1, time.monotonic() + KILL_SECONDS
-                for pid in self.fronts:
+                in_time, end = False, time.monotonic() + after_second
+                for pid in left:
                     os.kill(pid, signal.SIGTERM)
             for pid, _ in ended():
+                left.discard(pid)
                 self._forget(pid)
-        if self.engine:
-            os.kill(self.engine, signal.SIGTERM)
-        return code
+        return in_time
 
     def _kill(self) -> None:
         """End what is left."""
-        left = {*self.fronts, self.engine} - {0}
-        end = time.monotonic() + KILL_SECONDS * bool(self.engine)
-        while left and (seconds := end - time.monotonic()) > 0 and not self.fronts & left:
-            left -= {pid for pid, _ in ended()}
-            if left:
-                signal.sigtimedwait({signal.SIGCHLD}, seconds)
-        for pid in left:
+        for pid in {*self.fronts, self.engine} - {0}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)

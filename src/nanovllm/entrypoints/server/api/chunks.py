@@ -29,7 +29,7 @@ from nanovllm.entrypoints.server.errors import ApiError, api_error
 from nanovllm.entrypoints.server.exchange import Exchange
 from nanovllm.entrypoints.server.fields import InvalidParamError
 from nanovllm.entrypoints.server.messages import chat_prompt
-from nanovllm.entrypoints.server.request_fields import convert
+from nanovllm.entrypoints.server.request_fields import S, convert, require_far
 from nanovllm.entrypoints.server.wire import Keep
 from nanovllm.errors import ChunkExistsError, ChunkLimitError, InvalidRequestError, UnknownChunkError
 from nanovllm.tokenizer.tokenizer import TooManyTokensError
@@ -90,12 +90,24 @@ class LoadRequest(msgspec.Struct, kw_only=True):
     replace: bool | None = None
 
 
+async def _read(exchange: Exchange, kind: type[S]) -> S:
+    """The fields of a request.
+
+    Raises:
+        ApiError: A field is wrong, or unknown and similar to a known one.
+    """
+    values = await exchange.json()
+    for name in values.keys() - {*kind.__struct_fields__}:
+        require_far(name, kind.__struct_fields__)
+    return convert(values, kind)
+
+
 async def all_chunks(server: Server, exchange: Exchange) -> None:
     """`GET` and `POST /v1/chunks`."""
     if exchange.scope["method"] == "GET":
         await _send(exchange, await server.engine.ask("chunks", space=namespace(server, exchange)))
         return
-    asked = convert(await exchange.json(), CreateRequest)
+    asked = await _read(exchange, CreateRequest)
     given, token_ids = await _tokens(server, asked)
     after = [] if asked.after is None else [valid(asked.after, "after")]
     await _make(server, exchange, valid(asked.name), after, token_ids, replaced=bool(asked.replace), given=given)
@@ -117,7 +129,7 @@ async def one_chunk(server: Server, exchange: Exchange) -> None:
 
 
 async def _compose(server: Server, exchange: Exchange) -> None:
-    asked = convert(await exchange.json(), ComposeRequest)
+    asked = await _read(exchange, ComposeRequest)
     name, names, space = valid(asked.name), valid_names(asked.names, "names"), namespace(server, exchange)
     with naming("names", "name"):
         token_ids = await server.engine.ask("chunk_token_ids", space=space, names=names)
@@ -134,13 +146,13 @@ async def _compose(server: Server, exchange: Exchange) -> None:
 
 async def fork(server: Server, exchange: Exchange) -> None:
     """`POST /v1/chunks/{name}/fork`: a second name for the same KV."""
-    asked = convert(await exchange.json(), ForkRequest)
+    asked = await _read(exchange, ForkRequest)
     await _ask(server, exchange, "fork_chunk", to=valid(asked.to, "to"), replaced=bool(asked.replace))
 
 
 async def truncate(server: Server, exchange: Exchange) -> None:
     """`POST /v1/chunks/{name}/truncate`: the first tokens of a chunk."""
-    asked = convert(await exchange.json(), TruncateRequest)
+    asked = await _read(exchange, TruncateRequest)
     if abs(asked.tokens) > 1 << 62:
         raise ApiError(400, "tokens is out of range", param="tokens")
     await _ask(server, exchange, "truncate_chunk", tokens=asked.tokens, **_target(exchange, asked.to, replaced=bool(asked.replace)))
@@ -148,7 +160,7 @@ async def truncate(server: Server, exchange: Exchange) -> None:
 
 async def drop(server: Server, exchange: Exchange) -> None:
     """`POST /v1/chunks/{name}/drop`: a chunk without spans of its tokens."""
-    asked = convert(await exchange.json(), DropRequest)
+    asked = await _read(exchange, DropRequest)
     name, space = valid(exchange.scope["path_params"]["name"]), namespace(server, exchange)
     target = _target(exchange, asked.to, replaced=bool(asked.replace))
     token_ids = np.frombuffer(await server.engine.ask("chunk_token_ids", space=space, names=[name]), INT32)
@@ -183,7 +195,7 @@ async def save(server: Server, exchange: Exchange) -> None:
 
 async def load(server: Server, exchange: Exchange) -> None:
     """`POST /v1/chunks/{name}/load`: the chunk of a file."""
-    replaced = bool(convert(await exchange.json(), LoadRequest).replace)
+    replaced = bool((await _read(exchange, LoadRequest)).replace)
     await _ask(server, exchange, "load_chunk", replaced=replaced, namespace=exchange.namespace)
 
 

@@ -42,6 +42,7 @@ class CompletionRequest(Sampled, kw_only=True):
 
     prompt: str | list[str | int | list[int]]
     max_tokens: int | None = DEFAULT_TOKENS
+    add_special_tokens: bool | None = None
     echo: bool | None = False
     best_of: int | None = None
     logprobs: int | None = None
@@ -278,8 +279,9 @@ async def _prompts(server: Server, asked: CompletionRequest, n: int, param: str)
     require_rows(server, n, param)
     prompt, listed = asked.prompt, sum(map(len, (asked.logit_bias or (), asked.stop_token_ids or (), asked.bad_words or ())))
     kept = kept_tokens(server, asked, DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens)
+    special = asked.add_special_tokens is not False and not asked.chunks
     if isinstance(prompt, str):
-        return [("prompt", await encoded(server, prompt, "prompt", add_special_tokens=not asked.chunks, kept=kept))]
+        return [("prompt", await encoded(server, prompt, "prompt", add_special_tokens=special, kept=kept))]
     if {*map(type, prompt)} == {int}:
         return [("prompt", last_tokens(checked(server, prompt, "prompt"), kept))]  # pyright: ignore[reportArgumentType]
     if not prompt or len(prompt) > MOST_ROWS:
@@ -290,7 +292,7 @@ async def _prompts(server: Server, asked: CompletionRequest, n: int, param: str)
     if len(prompt) * n * listed > MOST_LISTED:
         problem = f"{len(prompt)} prompts with {param}={n} and {listed} logit_bias, stop_token_ids and bad_words are too many"
         raise ApiError(400, problem, param="prompt")
-    found, options = list[tuple[str, bytes]](), {"add_special_tokens": not asked.chunks, "kept": kept}
+    found, options = list[tuple[str, bytes]](), {"add_special_tokens": special, "kept": kept}
     many = sum(len(one) for one in prompt if isinstance(one, str)) > SHORT
     for place, one in enumerate(prompt):
         name = f"prompt[{place}]"

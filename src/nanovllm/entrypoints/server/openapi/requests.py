@@ -85,6 +85,7 @@ NOTES: Mapping[str, str] = MappingProxyType(
         "max_completion_tokens": "The most tokens of the reply; by default what is left of the context.",
         "max_output_tokens": "The most tokens of the reply; by default what is left of the context.",
         "prompt": "A text, several texts, token ids, or several lists of token ids.",
+        "add_special_tokens": "Whether texts get the model's special tokens; by default they do, unless chunks come before them.",
         "echo": "Whether the text begins with the prompt. `max_tokens` may then be 0.",
         "best_of": "How many replies to each prompt run, in [`n`, 128]: the `n` whose tokens are the most probable are returned.",
         "messages": "The conversation. Its last message is not the assistant's, unless `continue_final_message` is set.",

@@ -1,4 +1,4 @@
-"""`FileThread`: calls that write or read files, in a thread beside the engine's steps."""
+"""`SideThread`: calls that take long, such as those for files, in a thread beside the engine's steps."""
 
 import socket
 import threading
@@ -13,8 +13,7 @@ from typing import Any
 from nanovllm.entrypoints.server.held import Held
 from nanovllm.errors import EngineClosedError, EngineDeadError, NanoVLLMError, QueueFullError
 
-MOST_CALLS = 32  # whose `Later.end` has not run
-CLOSE_SECONDS = 2.0  # for the file that is open when the engine ends
+CLOSE_SECONDS = 2.0  # for the call that runs when the engine ends
 Between = Callable[[Callable[[Held], Any]], Any]
 Turn = Callable[[Held], tuple[Held, Callable[[], None]]]
 
@@ -24,8 +23,8 @@ class Later:
     """A call that does not end between two steps.
 
     Attributes:
-        work: Runs in the thread of files. Its argument runs a function of what is held in the engine's thread, between two steps, and
-            returns what the function returns.
+        work: Runs in the thread beside the engine's. Its argument runs a function of what is held in the engine's thread, between two
+            steps, and returns what the function returns.
         end: Runs in the engine's thread at last. It is given what `work` returned or raised, and returns the call's value or its error.
     """
 
@@ -33,14 +32,20 @@ class Later:
     end: Callable[[Held, Any], tuple[Held, Any]]
 
 
-class FileThread:
+class SideThread:
     """A thread that runs one call after the other, and what the engine's thread has to do for it.
 
     Attributes:
         woken: A socket that can be read when `turn` has something to do.
+
+    Args:
+        name: The thread's name.
+        most: How many calls there may be whose `Later.end` has not run.
+        full: What a call beyond them is told, with `{most}` for the number.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, most: int, full: str) -> None:
+        self._most, self._full = most, full
         self.woken, self._waking = socket.socketpair()
         for sock in (self.woken, self._waking):
             sock.setblocking(False)
@@ -48,7 +53,7 @@ class FileThread:
         self._turns = deque[tuple[Turn, Future[Any] | None]]()
         self._calls = set[Future[None]]()
         self._num_calls = 0  # only used in the engine's thread
-        self._thread = ThreadPoolExecutor(1, "engine-files")
+        self._thread = ThreadPoolExecutor(1, name)
         self._closed = False
 
     @property
@@ -58,8 +63,8 @@ class FileThread:
 
     def begin(self, later: Later, tell: Callable[[Any], None]) -> None:
         """Run a call. `tell` is given its value or its error in the engine's thread."""
-        if self._num_calls >= MOST_CALLS:
-            self._end(later, QueueFullError(f"{MOST_CALLS} chunks are being saved or loaded: try again later"), tell, None)
+        if self._num_calls >= self._most:
+            self._end(later, QueueFullError(self._full.format(most=self._most)), tell, None)
             return
         self._num_calls += 1
         call = self._thread.submit(self._run, later, tell)
@@ -98,7 +103,7 @@ class FileThread:
         done = Future[None]()
         with suppress(EngineClosedError):
             self._end(later, result, tell, done)
-            done.result()  # before the next call: what was read is in memory until then
+            done.result()  # before the next call: what was read of a file is in memory until then
 
     def _between(self, function: Callable[[Held], Any]) -> Any:
         future = Future[Any]()
