@@ -31,6 +31,7 @@ from nanovllm.ops.cuts import Cut, CutError, named
 from nanovllm.ops.linear import norm_linear as few
 from nanovllm.ops.linear.linear_add_norm import BY_LIBRARY, given_wide_tile, wide_tile
 from nanovllm.ops.linear.norm_linear import given_tile, tile_of
+from nanovllm.ops.linear.quantised_tiles import gates_alone
 from nanovllm.ops.linear.quantised_tiles import given_tile as given_quantised
 from nanovllm.ops.linear.tiles import Tile, WideTile
 from nanovllm.state.kv_cache import init_kv
@@ -174,8 +175,8 @@ def test_every_candidate_of_a_quantised_product_is_taken(drawn: tuple[tuple[Work
                 near = neighbours(work, at, machine)
                 assert at not in near and all(len(one) == len(at) for one in near)
                 for one in (at, *near):
-                    split = work.form == "sum"
-                    tile = given_quantised(one, work.matrix, work.rows, work.gated, machine.processors, machine.memory, split=split)
+                    split, gated = work.form == "sum", work.gated and gates_alone(work.matrix, work.rows)
+                    tile = given_quantised(one, work.matrix, work.rows, gated, machine.processors, machine.memory, split=split)
                     assert astuple(tile) == one
                 at = data.draw(st.sampled_from(near)) if near else at
             tried.add(len(place))

@@ -7,7 +7,7 @@ import torch
 
 from nanovllm.ops.linear.quantise import KINDS, Kind
 from nanovllm.ops.linear.quantised import gpu_layout
-from nanovllm.ops.linear.quantised_tiles import SPLIT_KINDS, SPLIT_ROWS, SplitTile, serves_few, serves_split, split_fits, split_tile
+from nanovllm.ops.linear.quantised_tiles import SPLIT_FROM, SPLIT_ROWS, SplitTile, serves_few, serves_split, split_fits, split_tile
 from nanovllm.testing.problems import wide_norm_linear
 from nanovllm.testing.quantised_problems import quantised_problem
 from tests.ops.linear.test_quantised_kernels import block, error, every_code, inputs, quiet
@@ -95,11 +95,12 @@ def test_default_tiles_fit(kind: Kind, outputs: int, width: int, gated: bool, gr
 
 
 def test_which_matrices_are_served() -> None:
-    """By default those of 4 bits, with whole blocks of columns and scales for runs of columns."""
+    """Those with whole blocks of columns and scales for runs of columns; 8 bits only from some rows on."""
     for kind in KINDS:
         usual = quantised_problem(kind, 16, 512, group=128, gpu=True)
-        assert serves_split(usual, SPLIT_ROWS) == (kind in SPLIT_KINDS) and not serves_split(usual, SPLIT_ROWS + 1)
-        assert serves_few(usual, 1) == (kind not in SPLIT_KINDS)
+        assert serves_split(usual, SPLIT_ROWS) and not serves_split(usual, SPLIT_ROWS + 1)
+        for rows in (1, 2, 3):
+            assert serves_few(usual, rows) == (not serves_split(usual, rows)) == (rows < SPLIT_FROM[kind])
     for columns, group in ((520, 128), (512, 40)):
         odd = quantised_problem("int4", 16, columns, group=group, gpu=True)
         assert not serves_split(odd, 1) and serves_few(odd, 1)

@@ -11,6 +11,7 @@ from nanovllm.ops.cuts import Cut, named
 from nanovllm.ops.linear.quantised_tiles import (
     KERNEL,
     few_tile,
+    gates_alone,
     many_tile,
     regular,
     split_tile,
@@ -24,23 +25,23 @@ DOUBLED = ("outputs", "rows", "depth", "warps", "parts")  # fields whose values 
 
 def default_cut(work: Work, machine: Machine) -> Cut:
     """The default tile configuration, spelled out."""
-    return astuple(usual_tile(work.matrix, work.rows, work.gated, machine.processors, machine.memory, split=_split(work)))
+    return astuple(usual_tile(work.matrix, work.rows, _gated(work), machine.processors, machine.memory, split=_split(work)))
 
 
 def valid(work: Work, cut: Cut, machine: Machine) -> bool:
     """Whether a kernel can run with this tile configuration on this GPU."""
     if len(cut) not in KERNEL:
         return False
-    return tile_fits(named(KERNEL[len(cut)], cut), work.matrix, work.rows, work.gated, machine.memory, split=_split(work))
+    return tile_fits(named(KERNEL[len(cut)], cut), work.matrix, work.rows, _gated(work), machine.memory, split=_split(work))
 
 
 def others(work: Work, machine: Machine) -> list[Cut]:
     """The default tile configurations of all kernels."""
     matrix, sizes, split = work.matrix, (machine.processors, machine.memory), _split(work)
     tiles = [
-        split_tile(matrix, work.rows, work.gated, *sizes, split=split),
-        many_tile(matrix, work.rows, work.gated, *sizes, split=split),
-        *([few_tile(matrix, work.gated)] if regular(matrix) else []),
+        split_tile(matrix, work.rows, _gated(work), *sizes, split=split),
+        many_tile(matrix, work.rows, _gated(work), *sizes, split=split),
+        *([few_tile(matrix, _gated(work))] if regular(matrix) else []),
     ]
     return [cut for tile in tiles if valid(work, cut := astuple(tile), machine)]
 
@@ -57,6 +58,10 @@ def steps(cut: Cut) -> Iterator[Cut]:
             for near in (value - 1, value + 1):
                 if STAGES[0] <= near <= STAGES[1]:
                     yield astuple(replace(tile, **{name: near}))
+
+
+def _gated(work: Work) -> bool:
+    return work.gated and gates_alone(work.matrix, work.rows)
 
 
 def _split(work: Work) -> bool:

@@ -16,7 +16,7 @@ from nanovllm.errors import BrokenInvariantError
 from nanovllm.ops.backends import dependent_launch, own_kernels, processors, shared_memory
 from nanovllm.ops.linear import scaled_product
 from nanovllm.ops.linear.quantised import QuantisedMatrix
-from nanovllm.ops.linear.quantised_tiles import FUSED_ROWS, SCRATCH, FewTile, SplitTile, given_tile
+from nanovllm.ops.linear.quantised_tiles import FUSED_ROWS, SCRATCH, SUMMED, FewTile, SplitTile, gates_alone, given_tile
 from nanovllm.types import Float, Tensor
 
 ALIGNED = 128  # rows of the pieces of a matrix that is dequantised are a multiple of this number
@@ -58,7 +58,7 @@ def norm_product(
     from nanovllm.ops.linear import triton_many_rows, triton_quantised_few
 
     new = dependent_launch(x.device)
-    if len(x) <= FUSED_ROWS and weight.order is None and not (gated and (bias is not None or residual is not None)):
+    if len(x) <= SUMMED and weight.order is None and not (gated and (bias is not None or residual is not None)):
         tile = given_tile(cut, weight, len(x), gated, *_limits(x.device))
         if isinstance(tile, FewTile):
             residual = None if residual is None else residual.contiguous()
@@ -81,7 +81,7 @@ def product(
     from nanovllm.ops.linear import triton_many_rows, triton_quantised_few, triton_quantised_many, triton_quantised_split
 
     x, weight = in_order(x, weight)
-    new, alone = dependent_launch(x.device), gated and bias is None  # then one launch does all
+    new, alone = dependent_launch(x.device), gated and bias is None and gates_alone(weight, len(x))  # then one launch does all
     if len(x) > FUSED_ROWS:
         y = _of_many_rows(x, weight, bias)
         return triton_many_rows.gate(y, new, act) if gated else y

@@ -16,7 +16,8 @@ SUMMED = 4  # rows of the kernel for few rows, at most: each row is in registers
 SUMMED_ROWS = 2  # up to so many rows, it is the default
 SPLIT_ROWS = 16  # of the kernel whose warps divide the inputs, at most
 SUMMED_PARTS = 64  # rows up to which parts of a product are summed by a kernel of their own
-SPLIT_KINDS = ("int4",)  # which it multiplies by default
+SPLIT_FROM = MappingProxyType({"int4": 1, "int8": 3, "fp8": 3})  # the least rows that it multiplies by default
+GATED_ROWS = 64  # with 4-bit codes: above it, a product and its gate are two launches, because a program has no room for two matrices
 FUSED_ROWS = 512  # above it, a matrix is dequantised into memory once and torch multiplies
 SCRATCH = 32 << 20  # bytes of dequantised weights at once, which stay in an H200's L2
 PROGRAMS = 256  # about two for each multiprocessor
@@ -109,6 +110,11 @@ def tile_fits(tile: Tile, matrix: QuantisedMatrix, rows: int, gated: bool, memor
             return many_fits(tile, matrix, gated, memory, split=split or not gated)
 
 
+def gates_alone(matrix: QuantisedMatrix, rows: int) -> bool:
+    """Return whether a gated product of so many rows is one launch, in which a program multiplies with both matrices."""
+    return matrix.bits == 8 or rows <= GATED_ROWS
+
+
 def serves_few(matrix: QuantisedMatrix, rows: int) -> bool:
     """Return whether the kernel for few rows is the one that multiplies so many rows with this matrix.
 
@@ -121,7 +127,7 @@ def serves_few(matrix: QuantisedMatrix, rows: int) -> bool:
 def serves_split(matrix: QuantisedMatrix, rows: int) -> bool:
     """Return whether the kernel whose warps divide the inputs is the one that multiplies so many rows with this matrix."""
     whole = len(matrix.shape) == 2 and matrix.columns % BLOCK == 0 and scale_form(matrix, BLOCK // matrix.fields) != "spread"
-    return rows <= SPLIT_ROWS and matrix.kind in SPLIT_KINDS and whole
+    return SPLIT_FROM[matrix.kind] <= rows <= SPLIT_ROWS and whole
 
 
 def regular(matrix: QuantisedMatrix) -> bool:
@@ -180,18 +186,20 @@ def split_columns(rows: int) -> int:
 def split_tile(matrix: QuantisedMatrix, rows: int, gated: bool, processors: int, memory: int, *, split: bool = False) -> SplitTile:
     """Choose the tile configuration for rows that `serves_split`. `split` says whether the inputs may be divided between programs, too.
 
-    Warps hide one another's latency: about 8 for each multiprocessor, and steps enough for each to have loads on the way.
+    Warps hide one another's latency: about 8 for each multiprocessor, and steps enough for each to have loads on the way. Codes of 8 bits
+    take twice the memory, so their programs are smaller. With more than a few rows, sums of several programs cost more than they save.
     """
-    outputs, span = matrix.shape[0] // (2 if gated else 1), BLOCK // matrix.fields
+    outputs, span, four = matrix.shape[0] // (2 if gated else 1), BLOCK // matrix.fields, matrix.bits == 4
     steps = matrix.width // span
-    height = 32 if outputs >= 32 * processors // 2 else 16
+    height = 32 if four and outputs >= 32 * processors // 2 else 16
     programs, parts = -(-outputs // height), 1
-    while split and parts < 4 and 2 * programs * parts < 3 * processors and steps % (4 * parts * 2) == 0:
+    most, places = (4 if rows <= SUMMED else 1, 3 * processors) if four else (4, 4 * processors)
+    while split and parts < most and 2 * programs * parts < places and steps % (4 * parts * 2) == 0:
         parts *= 2
-    warps = 4 if programs * parts >= 2 * processors else 8
+    warps = 4 if not four or programs * parts >= 2 * processors or (rows > 8 and not split) else 8
     while warps > 1 and steps % (warps * parts):
         warps //= 2
-    tile = SplitTile(outputs=height, depth=span, stages=4, parts=parts, warps=warps)
+    tile = SplitTile(outputs=height, depth=span, stages=3 if gated and rows > 8 else 4, parts=parts, warps=warps)
     while tile.stages > 1 and not split_fits(tile, matrix, rows, gated, memory, split=split):
         tile = replace(tile, stages=tile.stages - 1)
     return tile
@@ -224,12 +232,12 @@ def many_tile(matrix: QuantisedMatrix, rows: int, gated: bool, processors: int, 
     four = matrix.bits == 4
     # 64 outputs per 4 warps, so that no two warps convert the same codes.
     tall = 128 if padded >= (64 if four else 128) and not gated else 64
-    warps = 8 if tall == 128 or padded == 128 else 4
-    parts, width = 1, matrix.width
-    programs = -(-outputs // tall) * -(-rows // padded)
-    while split and parts < (8 if four else 4) and programs * parts < 2 * processors and width // (parts * 2) >= 4 * depth:
+    warps = 8 if tall == 128 else 4
+    parts, least = 1, (4 if four else 12) * depth  # elements of a part, at least
+    programs, places = -(-outputs // tall) * -(-rows // padded), processors * (1 if tall == 128 or padded == 128 else 2)
+    while split and parts < (8 if four else 4) and 2 * programs * parts <= places and matrix.width // (2 * parts) >= least:
         parts *= 2
-    stages = 3 if padded >= (64 if four else 128) else 6 if four else 4
+    stages = 3 if padded >= (64 if four else 128) else 6 if four or (padded == 64 and not gated and not split) else 4
     tile = ManyTile(outputs=tall, rows=padded, depth=depth, stages=stages, parts=parts, warps=warps)
     if scale_form(matrix, depth) == "spread":  # a scale per weight comes to shared memory too
         tile = replace(tile, outputs=64, rows=min(padded, 64), depth=min(32, depth), stages=2, warps=4)
