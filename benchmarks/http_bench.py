@@ -8,9 +8,9 @@ A shape's name stands for random weights in a folder that this program makes, wi
 has the figures of the clients, the share of a core that the engine and the front ends took, and their processor time per token in
 microseconds. With `--engine thread` both are threads of one process (`http_server.py`), whose figures stand for the engine's. `library` is
 the tokens a second of `LLM.generate` on the same prompts, in a process of its own, and `library_us` its processor time per token. It is
-measured after the server's end. With `--repeats N` both live beside each other, which takes memory for two engines, and each row is
-measured N times, server and library in turn: the figures are medians, and `of_library_each` has the N ratios, which shows how far other work
-on the machine moves them.
+measured after the server's end. With `--repeats N` both live beside each other, which takes memory for two engines. Each row is then
+measured N times, server and library in turn: the figures are medians, and `of_library_each` has the N ratios, which shows how far other
+work on the machine moves them.
 """
 
 import argparse

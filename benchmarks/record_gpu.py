@@ -37,6 +37,7 @@ PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "OUT/gpu-latency.json",
         ),
         "http": (*PYTHON, "benchmarks.http_bench", "--model", "qwen3-0.6b", "--output", "OUT/gpu-http.json"),
+        "constrained": (*PYTHON, "benchmarks.constrained", "--model", "qwen3-0.6b", "--output", "OUT/gpu-constrained.json"),
         "embed": (sys.executable, "benchmarks/embed.py", "--model", "qwen3-0.6b", "--batches", "1,8,64", "--output", "OUT/gpu-embed.json"),
         "8b": (*BENCH, "b1,b8,b64,offline,prefix", *EIGHT, "--repeats", "1", "--output", "OUT/gpu-8b.json"),
         "8b-fp8": (*BENCH, "b1,b8,b64,offline", *EIGHT, "--quantization", "fp8", "--output", "OUT/gpu-8b-fp8.json"),

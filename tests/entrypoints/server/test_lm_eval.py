@@ -1,7 +1,7 @@
 """lm-eval's `local-completions` on a task of our own, against a live server: its scores are those of the library.
 
-It runs where the extra `lm-eval` is installed, as `make test-long` does. `make setup` does not install it: its 50 packages have 620 MB and
-take a minute. `test_logprobs.py` sends the same requests without it.
+`make test` installs the extra `lm-eval`, whose 50 packages have 620 MB; `make setup` does not. `test_logprobs.py` sends the same requests
+without it.
 """
 
 import json

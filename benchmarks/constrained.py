@@ -1,0 +1,106 @@
+"""Measure what grammars cost: replies in JSON beside free ones, and free replies that run beside replies in JSON.
+
+    python -m benchmarks.constrained --model qwen3-0.6b --output benchmarks/results/h200-constrained.json
+    python -m benchmarks.constrained --model tiny --device cpu --rows 8 --max-tokens 64
+
+A shape's name stands for random weights with a tokenizer of as many tokens. The schema asks for a list of objects that is longer than any
+reply, so that all rows run to the end. The workloads take turns, `--repeats` times; the figures are medians:
+
+- `free`: no reply has a grammar;
+- `json`: every reply has it;
+- `both`: every second reply has it.
+
+`free_beside` is the share of the tokens a second of `free` that `both` reaches, and `json_share` that of `json`. Before that, each workload
+runs once. Sampling is at temperature 0.8 in all of them.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import nanovllm as nv
+from benchmarks.http_bench import shape_folder
+from nanovllm.entrypoints.arguments import positive
+from nanovllm.entrypoints.cli.bench.environment import record
+from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES
+from nanovllm.entrypoints.cli.bench.workloads import random_tokens
+
+PROMPT = 128
+SCHEMA = {
+    "type": "array",
+    "minItems": 4000,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 24},
+            "kind": {"enum": ["bird", "fish", "fox", "tree"]},
+            "count": {"type": "integer"},
+            "tags": {"type": "array", "items": {"type": "string", "maxLength": 8}, "maxItems": 3},
+        },
+        "required": ["name", "kind", "count", "tags"],
+        "additionalProperties": False,
+    },
+}
+WORKLOADS = ("free", "json", "both")
+
+
+def measure(llm: nv.LLM, rows: int, max_tokens: int, repeats: int) -> dict[str, list[float]]:
+    """Tokens a second of each workload, as often as it was repeated."""
+    draw, vocabulary = Random(0), llm.model.config.vocab_size
+    free = nv.SamplingParams(temperature=0.8, max_tokens=max_tokens, ignore_eos=True, seed=1)
+    bound = nv.SamplingParams(temperature=0.8, max_tokens=max_tokens, seed=1, grammar=nv.Grammar.json_schema(SCHEMA))
+    params: dict[str, Any] = {"free": [free] * rows, "json": [bound] * rows, "both": [(free, bound)[row % 2] for row in range(rows)]}
+    found: dict[str, list[float]] = {name: [] for name in WORKLOADS}
+    for repeat in range(repeats + 1):
+        for name in WORKLOADS:
+            prompts = [random_tokens(draw, PROMPT, vocabulary) for _ in range(rows)]
+            start = time.perf_counter()
+            replies = llm.generate(prompts, params[name])
+            seconds = time.perf_counter() - start
+            tokens = sum(len(reply.token_ids) for reply in replies)
+            if tokens != rows * max_tokens:
+                raise RuntimeError(f"{name}: {tokens} tokens of {rows * max_tokens}: a reply ended early")
+            if repeat:
+                found[name].append(round(tokens / seconds, 1))
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny", help="a model, or a name of `model_shapes.py` (default: %(default)s)")
+    parser.add_argument("--device", help="cpu or cuda (default: a GPU if torch sees one)")
+    parser.add_argument("--rows", type=positive, default=64, help="replies at the same time (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=positive, default=256, help="tokens of a reply (default: %(default)s)")
+    parser.add_argument("--repeats", type=positive, default=3, help="turns that count (default: %(default)s)")
+    parser.add_argument("--num-pages", type=positive, help="pages of KV (default: as many as the engine chooses)")
+    parser.add_argument("--commit", help="the commit to record (default: the one that git reports)")
+    parser.add_argument("--output", type=Path, help="write the result to this JSON file")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="nanovllm-constrained-") as made:
+        model = str(shape_folder(options.model, Path(made))) if options.model in SHAPES else options.model
+        llm = nv.LLM(model, device=options.device, num_pages=options.num_pages, max_num_seqs=options.rows)
+    each = measure(llm, options.rows, options.max_tokens, options.repeats)
+    rates = {name: statistics.median(rates) for name, rates in each.items()}
+    told = ["python -m benchmarks.constrained", f"--model {options.model} --rows {options.rows} --max-tokens {options.max_tokens}"]
+    result = {
+        **record(llm.model, {}, " ".join(told), options.commit),
+        "rows": options.rows,
+        "max_tokens": options.max_tokens,
+        "tok_s": rates,
+        "each": each,
+        "json_share": round(rates["json"] / rates["free"], 3),
+        "free_beside": round(rates["both"] / rates["free"], 3),
+    }
+    print(json.dumps({key: result[key] for key in ("tok_s", "json_share", "free_beside")}))
+    if options.output is not None:
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
