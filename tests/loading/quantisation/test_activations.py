@@ -13,10 +13,13 @@ from nanovllm.ops.linear.quantised import QuantisedMatrix
 def test_it_is_refused_where_nothing_multiplies_fp8() -> None:
     with pytest.raises(nv.InvalidRequestError, match=r"fp8_activations=True needs a GPU .*the device is cpu"):
         nv.load_model("tiny", "cpu", quantization="fp8", fp8_activations=True)
-    with pytest.raises(nv.InvalidRequestError, match="fp8_activations=1 must be True or False"):
-        nv.load_model("tiny", "cpu", quantization="fp8", fp8_activations=1)  # pyright: ignore[reportArgumentType]
     with pytest.raises(nv.InvalidRequestError, match=r"fp8_activations"):
         nv.LLM(nv.load_model("tiny", "cpu"), fp8_activations=True)
+
+
+def test_a_value_that_is_no_answer_is_refused(untyped: None) -> None:
+    with pytest.raises(nv.InvalidRequestError, match="fp8_activations=1 must be True or False"):
+        nv.load_model("tiny", "cpu", quantization="fp8", fp8_activations=1)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(("kind", "why"), [(None, "no matrix"), ("int8", "the codes are int8"), ("int4", "the codes are int4")])
