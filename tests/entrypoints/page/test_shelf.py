@@ -119,28 +119,3 @@ def test_it_fits_on_a_phone(browser: Any, live: Live) -> None:
         make(window, "king")
         assert window.page.evaluate("document.documentElement.scrollWidth") <= 360
     context.close()
-
-
-def test_the_pages_of_memory_are_shown_by_owner_live(window: Window, live: Live) -> None:
-    def counts() -> list[int]:
-        return [int(text) for text in window.page.locator("#pages .legend li > span:nth-child(2)").all_text_contents()]
-
-    window.page.click("#chunks")
-    window.until("document.querySelector('#pages .legend').textContent.includes('256 nobody')")
-    make(window, "king")
-    window.until("document.querySelectorAll('#pages .legend li')[1].textContent !== '0 chunks'")
-    window.send("What is 27 + 38?")
-    window.until("document.querySelectorAll('#pages .legend li')[2].textContent.startsWith('0') === false")
-    running, chunks, index, free = counts()
-    assert running == 0 and chunks > 0 and index > 0 and running + chunks + index + free == 256
-    widths = "[...document.querySelectorAll('#pages .part')].map((part) => Number(part.style.flexGrow))"
-    assert window.page.evaluate(widths) == counts()
-
-
-def test_both_kinds_of_metrics_names_are_read(browser: Any) -> None:
-    context = browser.new_context()
-    settings = Settings(shutdown_seconds=1.0, metrics_names="vllm")
-    with Live(settings=settings) as server, watch(context, f"http://127.0.0.1:{server.port}/") as window:
-        window.page.click("#chunks")
-        window.until("document.querySelector('#pages .legend').textContent.includes('256 nobody')")
-    context.close()

@@ -5,7 +5,8 @@ import { Chat } from "./chat.js";
 import { Connection } from "./connection.js";
 import { byId } from "./dom.js";
 import { Log } from "./log.js";
-import { Pages } from "./pages.js";
+import { Memory } from "./memory.js";
+import { Panels } from "./panels.js";
 import { Settings, lastSettings } from "./settings.js";
 import { Shelf } from "./shelf.js";
 import { draw as drawChats } from "./sidebar.js";
@@ -56,7 +57,12 @@ const shelf = new Shelf({
     store.changeChat(chat.record.id, { chunks: names }).catch(failed);
   },
 });
-const pages = new Pages(byId("pages"), () => !shelf.panel.hidden && !document.hidden);
+const memory = new Memory();
+const panels = new Panels([
+  { panel: byId("panel"), button: byId("branches"), close: byId("panel-close"), opened: draw },
+  { panel: shelf.panel, button: byId("chunks"), close: byId("shelf-close"), opened: () => shelf.refresh() },
+  { panel: memory.panel, button: byId("memory-button"), close: byId("memory-close"), opened: () => memory.look() },
+]);
 const connection = new Connection((state, detail) => {
   byId("model").textContent = state === "here" ? detail : "";
   if (state === "here" && document.body.dataset.server !== state) say("");
@@ -141,22 +147,6 @@ function toggleSidebar(open = sidebar.hidden) {
   byId("menu").setAttribute("aria-expanded", String(open));
 }
 
-// One panel at a time.
-function togglePanel(open = panel.hidden) {
-  if (open) toggleShelf(false);
-  panel.hidden = !open;
-  byId("branches").setAttribute("aria-expanded", String(open));
-  draw();
-}
-
-function toggleShelf(open = shelf.panel.hidden) {
-  if (open) togglePanel(false);
-  shelf.panel.hidden = !open;
-  byId("chunks").setAttribute("aria-expanded", String(open));
-  shelf.refresh();
-  pages.look();
-}
-
 function grow() {
   text.style.height = "auto";
   text.style.height = `${Math.min(text.scrollHeight + 2, innerHeight / 3)}px`;
@@ -180,10 +170,6 @@ byId("composer").addEventListener("submit", (event) => {
 byId("stop").addEventListener("click", () => chat.stop());
 byId("new").addEventListener("click", newChat);
 byId("menu").addEventListener("click", () => toggleSidebar());
-byId("branches").addEventListener("click", () => togglePanel());
-byId("panel-close").addEventListener("click", () => togglePanel(false));
-byId("chunks").addEventListener("click", () => toggleShelf());
-byId("shelf-close").addEventListener("click", () => toggleShelf(false));
 byId("export").addEventListener("click", async () => save(await store.everything()));
 byId("import").addEventListener("click", () => byId("import-file").click());
 byId("import-file").addEventListener("change", async ({ target }) => {
@@ -204,7 +190,7 @@ document.addEventListener("keydown", (event) => {
   const does = () => {
     if (pressed === "escape" && chat.replying && !settings.dialog.open) return () => chat.stop();
     if (command && event.shiftKey && pressed === "o") return newChat;
-    if (command && event.shiftKey && pressed === "e") return togglePanel;
+    if (command && event.shiftKey && pressed === "e") return () => panels.toggle(panel);
     if (command && !event.shiftKey && pressed === "b") return toggleSidebar;
     if (event.altKey && pressed === "arrowleft" && !writing) return () => chat.walk(-1);
     if (event.altKey && pressed === "arrowright" && !writing) return () => chat.walk(1);
@@ -214,7 +200,7 @@ document.addEventListener("keydown", (event) => {
   event.preventDefault();
   found();
 });
-document.addEventListener("visibilitychange", () => pages.look());
+document.addEventListener("visibilitychange", () => memory.look());
 addEventListener("hashchange", () => openNamed().catch(failed));
 store.addEventListener("changed", async ({ detail }) => {
   if (detail.node && detail.chat === chat.record?.id) return chat.heard(detail.node);
