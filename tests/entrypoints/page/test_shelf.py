@@ -64,7 +64,7 @@ def test_chunks_are_made_and_stand_before_the_chat_in_any_order(window: Window) 
     page.click("#chunks")
     assert row(window) == before
     page.click("#new")
-    assert row(window) == []
+    window.until("document.querySelectorAll('#used li').length === 0")
 
 
 def test_a_file_becomes_a_chunk(window: Window, tmp_path: Path) -> None:
@@ -73,6 +73,20 @@ def test_a_file_becomes_a_chunk(window: Window, tmp_path: Path) -> None:
     file.write_text(FACTS["king"])
     window.page.set_input_files("#chunk-file", file)
     window.page.locator("#chunk-list [data-name=My-notes]").wait_for()
+
+
+def test_a_file_and_a_text_can_be_dropped(window: Window) -> None:
+    drop = """([kind, content]) => {
+        const dataTransfer = new DataTransfer();
+        if (kind === "file") dataTransfer.items.add(new File([content], "Dropped notes.md"));
+        else dataTransfer.setData("text/plain", content);
+        document.getElementById("chunk-text").dispatchEvent(new DragEvent("drop", { dataTransfer, bubbles: true, cancelable: true }));
+    }"""
+    window.page.click("#chunks")
+    window.page.evaluate(drop, ["file", FACTS["king"]])
+    window.page.locator("#chunk-list [data-name=Dropped-notes]").wait_for()
+    window.page.evaluate(drop, ["text", FACTS["capital"]])
+    assert window.page.input_value("#chunk-text") == FACTS["capital"]
 
 
 def test_chunks_are_saved_loaded_and_deleted(window: Window, live: Live) -> None:

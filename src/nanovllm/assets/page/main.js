@@ -4,6 +4,7 @@ import { draw as drawBranches } from "./branches.js";
 import { Chat } from "./chat.js";
 import { Connection } from "./connection.js";
 import { byId } from "./dom.js";
+import { forget, sweep } from "./kept.js";
 import { Log } from "./log.js";
 import { Memory } from "./memory.js";
 import { Panels } from "./panels.js";
@@ -42,7 +43,9 @@ log.running = (id) => chat.running.has(id);
 const settings = new Settings(
   (values) => {
     if (!chat.record) return;
+    const kept = chat.record.settings.keep;
     chat.record.settings = values;
+    if (kept && !values.keep) chat.forget().catch(failed);
     store.changeChat(chat.record.id, { settings: values }).catch(failed);
   },
   () => connection.look(),
@@ -57,7 +60,10 @@ const shelf = new Shelf({
     store.changeChat(chat.record.id, { chunks: names }).catch(failed);
   },
 });
-const memory = new Memory();
+const memory = new Memory(async (id) => {
+  const node = await store.node(id);
+  return node && (await store.chat(node.chat))?.title;
+});
 const panels = new Panels([
   { panel: byId("panel"), button: byId("branches"), close: byId("panel-close"), opened: draw },
   { panel: shelf.panel, button: byId("chunks"), close: byId("shelf-close"), opened: () => shelf.refresh() },
@@ -65,7 +71,10 @@ const panels = new Panels([
 ]);
 const connection = new Connection((state, detail) => {
   byId("model").textContent = state === "here" ? detail : "";
-  if (state === "here" && document.body.dataset.server !== state) say("");
+  if (state === "here" && document.body.dataset.server !== state) {
+    say("");
+    sweep().catch(failed);
+  }
   document.body.dataset.server = state;
   if (state === "gone") say(`${detail} The page looks for it again and again; nothing is lost.`);
   if (state === "key") {
@@ -106,7 +115,9 @@ async function rename(id, title) {
 
 async function remove(id) {
   for (const { node, stop } of chat.running.values()) if (node.chat === id) stop.abort();
+  const nodes = await store.nodes(id);
   await store.deleteChat(id);
+  forget(nodes, () => {}).catch(failed);
   if (chat.record?.id === id) location.hash = "";
   await drawList();
 }

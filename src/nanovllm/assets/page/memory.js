@@ -2,6 +2,7 @@
 
 import { call } from "./api.js";
 import { byId, el } from "./dom.js";
+import { idOf } from "./kept.js";
 
 const KINDS = {
   chunks: "chunks", both: "chunks and requests", requests: "requests", others: "chunks and requests of other keys",
@@ -11,7 +12,10 @@ const EVERY = 1000; // milliseconds
 const WIDEST = 24; // pages of a line of the tree that are drawn one by one
 
 export class Memory {
-  constructor() {
+  // `titleOf` gives the title of the chat of a message.
+  constructor(titleOf) {
+    this.titles = new Map(); // by the names of chunks
+    this.titleOf = titleOf;
     this.panel = byId("memory");
     this.map = byId("memory-map");
     this.parts = new Map(Object.keys(KINDS).map((kind) => [kind, el("span", { class: `part ${kind}` })]));
@@ -28,13 +32,26 @@ export class Memory {
     clearTimeout(this.timer);
     if (this.panel.hidden || document.hidden) return;
     try {
-      this.draw(await (await call("v1/memory")).json());
+      const found = await (await call("v1/memory")).json();
+      for (const one of found.tree) one.text = await this.titled(one.text);
+      this.draw(found);
       byId("memory-wrong").textContent = "";
     } catch (error) {
       byId("memory-wrong").textContent = error.message;
     }
     clearTimeout(this.timer);
     this.timer = setTimeout(() => this.look(), EVERY);
+  }
+
+  // The chunks of chats are called by the titles of the chats.
+  async titled(text) {
+    for (const [name] of text.matchAll(/\bchat-[0-9a-f]{24}\b/g)) {
+      const title = this.titles.get(name) ?? (await this.titleOf(idOf(name)));
+      if (!title) continue; // of another browser
+      this.titles.set(name, title);
+      text = text.replace(name, `chat “${title}”`);
+    }
+    return text;
   }
 
   draw({ pages, page_size: size, page_bytes: bytes, shared, saved, map, tree, more_owners: more }) {
