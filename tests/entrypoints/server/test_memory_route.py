@@ -113,6 +113,8 @@ def test_it_is_quick_with_many_pages_and_bounded_with_many_chunks() -> None:
             assert live.post("/v1/chunks", {"name": f"c{place}", "text": f"{place}: {LONG}"}).status == 200
         found = seen(live)
         assert found["more_owners"] == 150 - memory_calls.MOST_OWNERS and len(found["tree"]) <= 65
-        assert sum(times for *_, times in found["map"]["cells"]) <= memory_calls.MOST_CELLS
+        shown = cells(found["map"]["cells"])
+        assert memory_calls.FEWEST_CELLS <= len(shown) <= memory_calls.MOST_CELLS and shown[-1][0] == "chunks"
+        assert found["map"]["pages_per_cell"] * len(shown) + found["map"]["more_free"] == 60_000, "free pages hide no others"
         assert found["pages"]["chunks"] == int(np.sum([len(chunk.pages) for chunk in live.engine.state.chunks.values()]))
         assert min(timeit.repeat(lambda: seen(live), number=1, repeat=5)) < 0.1  # seconds for which steps may wait, with much to spare

@@ -72,8 +72,9 @@ export class Memory {
   }
 
   // Only cells that have changed are touched.
-  drawMap({ pages_per_cell: per, cells }) {
-    byId("memory-scale").textContent = per === 1 ? "Each square is a page, with the number of its owners." : `Each square is ${per} pages, and shows most of them.`;
+  drawMap({ pages_per_cell: per, cells, more_free: more }) {
+    const scale = per === 1 ? "Each square is a page, with the number of its owners." : `Each square is ${per} pages, and shows most of them.`;
+    byId("memory-scale").textContent = more ? `${scale} ${more} more pages are free.` : scale;
     const looks = cells.flatMap(([kind, owners, count]) => Array(count).fill(`${kind} ${owners}`));
     while (this.map.children.length > looks.length) this.map.lastChild.remove();
     while (this.map.children.length < looks.length) this.map.append(el("span"));

@@ -21,7 +21,7 @@ from nanovllm.state.request import Sequence
 
 KINDS = ("free", "index", "chunks", "requests", "both", "others")
 FREE, INDEX, CHUNKS, REQUESTS, BOTH, OTHERS = range(len(KINDS))
-MOST_CELLS = 1024  # of the map
+FEWEST_CELLS, MOST_CELLS = 256, 1024  # of the map
 MOST_OWNERS, MOST_IDLE = 128, 32  # in the tree: owners, and prefixes that only the index holds
 MOST_COUNT = 99  # owners of a page that are told apart
 
@@ -104,17 +104,18 @@ def _runs(values: Iterable[tuple[int, int]]) -> list[list[Any]]:
 
 
 def _map(kinds: np.ndarray, counts: np.ndarray) -> dict[str, Any]:
-    """The map: each cell is one page, or several of which it shows most; cells that are alike are told together."""
-    per = 1
-    while -(-len(kinds) // per) > MOST_CELLS:
+    """The map up to the last page that is used: each cell is one page, or several of which it shows most. Cells that are alike are told
+    together."""
+    per, used = 1, 1 + int(np.flatnonzero(kinds).max(initial=-1))
+    while -(-used // per) > MOST_CELLS:
         per *= 2
-    size = MOST_COUNT + 1
-    codes = kinds * size + np.minimum(counts, MOST_COUNT)
+    stop, size = min(len(kinds), max(FEWEST_CELLS, -(-used // per)) * per), MOST_COUNT + 1
+    codes = (kinds * size + np.minimum(counts, MOST_COUNT))[:stop]
     if per > 1:
         num_codes, cells = len(KINDS) * size, -(-len(kinds) // per)
         places = np.arange(len(codes)) // per
         codes = np.bincount(places * num_codes + codes, minlength=cells * num_codes).reshape(cells, num_codes).argmax(1)
-    return {"pages_per_cell": per, "cells": _runs(divmod(code, size) for code in codes.tolist())}
+    return {"pages_per_cell": per, "cells": _runs(divmod(code, size) for code in codes.tolist()), "more_free": len(kinds) - stop}
 
 
 def _tree(

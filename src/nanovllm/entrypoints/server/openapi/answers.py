@@ -208,7 +208,7 @@ ANSWERS: Mapping[str, Schema] = MappingProxyType(
                 "pages": obj({"total": INTEGER, **dict.fromkeys(KINDS, INTEGER)}),
                 "shared": INTEGER,
                 "saved": INTEGER,
-                "map": obj({"pages_per_cell": INTEGER, "cells": LOOKS}),
+                "map": obj({"pages_per_cell": INTEGER, "cells": LOOKS, "more_free": INTEGER}),
                 "tree": array(obj({"level": INTEGER, "pages": STRING, "text": STRING, "looks": LOOKS})),
                 "more_owners": INTEGER,
             }
