@@ -97,6 +97,19 @@ def test_two_branches_run_at_the_same_time(window: Window) -> None:
     assert window.said()[-1] and [node["finish"] for node in window.stored()["nodes"] if node["role"] == "assistant"].count("stop") >= 1
 
 
+def test_back_leads_from_a_new_chat_to_the_one_before(window: Window) -> None:
+    window.send(SUM)
+    shown = window.page.evaluate("""() => {
+        document.getElementById("new").click();
+        return document.querySelectorAll(".message").length;
+    }""")
+    assert shown == 0, "the new chat is there at once"
+    window.page.go_back()
+    window.until("document.querySelectorAll('.message').length === 2")
+    window.page.go_forward()
+    window.until("document.querySelectorAll('.message').length === 0")
+
+
 def test_settings_go_into_the_request_and_stay_with_the_chat(window: Window) -> None:
     asked = list[dict[str, Any]]()
     window.page.on("request", lambda request: request.post_data_json and asked.append(request.post_data_json))

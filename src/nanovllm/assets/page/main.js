@@ -163,8 +163,10 @@ function grow() {
   text.style.height = `${Math.min(text.scrollHeight + 2, innerHeight / 3)}px`;
 }
 
+// At once, so that what is written next is sent in it.
 function newChat() {
-  location.hash = "";
+  if (location.hash) history.pushState(null, "", location.pathname + location.search);
+  openNamed().catch(failed);
   text.focus();
 }
 
