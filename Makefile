@@ -13,7 +13,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export PIP_CONSTRAINT       := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: setup demo test test-long test-gpu lint docs reference bench bench-gpu bench-http eval-reuse parity clean
+.PHONY: setup demo test test-long test-gpu lint docs reference pictures notebooks bench bench-gpu bench-http eval-reuse parity clean
 
 setup: $(DEV)
 
@@ -79,6 +79,14 @@ docs: $(DOCS)
 # The generated parts of docs/reference: the command line, the options and the table of models.
 reference: $(STAMP)
 	$(BIN)/python tools/write_reference.py
+
+# The outputs of the notebooks in examples/.
+notebooks: $(DEV)
+	$(BIN)/python tools/run_notebooks.py
+
+# The pictures of the chat page in the documents, taken by its tests in a browser.
+pictures: $(DEV)
+	PICTURES=docs/how-to/chat-page $(BIN)/python -m pytest -q tests/entrypoints/page/test_pictures.py
 
 bench: $(STAMP)
 	$(BIN)/nanovllm bench

@@ -1,5 +1,6 @@
 """The examples run as they stand. Those that compile run on a model of one layer here: eight take minutes to compile on a CPU."""
 
+import json
 import math
 import os
 import re
@@ -21,7 +22,8 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 COMPILED = ("compiled_mix.py", "compiled_score.py")
 PROCESSORS = ("guidance.py", "contrastive.py", "watermark.py", "constrained_copy.py")
 SEARCHES = ("branches.py", "beam_search.py", "best_of_n.py", "agent_rollback.py")
-PLAIN = ("hello.py", "stream.py", "async_chat.py", *SEARCHES, "steering_vectors.py", *PROCESSORS)
+APPLICATIONS = ("rag.py", "agent_tools.py", "extract.py")
+PLAIN = ("hello.py", "stream.py", "async_chat.py", *SEARCHES, *APPLICATIONS, "steering_vectors.py", *PROCESSORS)
 
 
 def run(name: str, *arguments: str) -> str:
@@ -112,6 +114,54 @@ def test_agent_rollback():
     assert any("NO" in line for line in steps) and any("dead end" in line for line in steps)
     assert numbers(pages)[0] == 6 and numbers(pages)[1] < numbers(pages)[2]
     assert numbers(tokens)[0] < numbers(tokens)[1]
+
+
+def test_agent_tools():
+    """The calls that were not taken back reach the goal, and each try ran its own tokens only."""
+    *steps, cost = run("agent_tools.py").splitlines()
+    agent = runpy.run_path(str(EXAMPLES / "agent_tools.py"))
+    worlds = [agent["World"]()]
+    for line in steps:
+        if "a dead end" in line:
+            worlds.pop()
+            continue
+        verdict, call, told = re.findall(r"^(ok|NO)  ({.*?})  (.*)$", line)[0]
+        asked = json.loads(call)
+        try:
+            world, said = agent["TOOLS"][asked["tool"]](worlds[-1], asked["thing"])
+        except agent["ToolError"] as error:
+            assert (verdict, told) == ("NO", str(error))
+        else:
+            assert (verdict, told) == ("ok", said)
+            worlds.append(world)
+    assert worlds[-1].things >= agent["NEEDED"] and any("a dead end" in line for line in steps) and any("NO" in line for line in steps)
+    calls, tries, ran, naive = numbers(cost)
+    assert calls == len(worlds) - 1 < tries and 4 * ran < naive
+
+
+def test_rag(tmp_path):
+    first = run("rag.py", "--store", str(tmp_path / "store")).splitlines()
+    assert numbers(first[0])[1] == numbers(first[0])[2] > 100
+    for answer in ("The king of Brumland is Harald.", "is chess.", "The capital of Celvaria is Morvane.", "Otto is 47 years old."):
+        assert any(line.endswith(answer) for line in first)
+    assert sum("approximate: composed" in line for line in first) == 4 and numbers(first[-1])[0] < 50
+    assert run("rag.py", "--store", str(tmp_path / "store")).splitlines()[0].endswith("of which 0 ran")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/one.md").write_text("The capital of Ostrava is Kelmar.\n\nThe king of Ostrava is Rurik.\n")
+    own = run("rag.py", "--documents", str(tmp_path / "texts"), "--recompute", "4", "--passages", "1", "Who is the king of Ostrava?")
+    assert "The king of Ostrava is Rurik." in own and "from 'The king of Ostrava" in own and ", exact" in own
+
+
+def test_extract():
+    *records, cost, whole = run("extract.py").splitlines()
+    assert [tuple(json.loads(line).values()) for line in records] == [
+        ("Otto", 47, "Halden", "rowing"), ("Ruth", 12, "Velmora", "chess"), ("Jonas", 81, "Tessin", "swimming")
+    ]  # fmt: skip
+    ran, reused, _ = numbers(cost)
+    assert reused > ran, "the fields share the text"
+    found = json.loads(whole.removeprefix("whole: "))
+    jsonschema = pytest.importorskip("jsonschema")
+    jsonschema.validate(found, of("extract.py", "SCHEMA"))  # in form, not in sense: the model has never seen JSON
 
 
 def test_steering_vectors():

@@ -20,9 +20,10 @@ from nanovllm.engine.init_state import init_state
 from nanovllm.engine.requests import cancel, submit
 from nanovllm.engine.step import step
 from nanovllm.entrypoints.async_llm import AsyncLLM
-from nanovllm.entrypoints.llm import LLM, Piece
+from nanovllm.entrypoints.llm import LLM
 from nanovllm.entrypoints.memory.pages import PageOwner, PageRun
 from nanovllm.entrypoints.memory.report import MemoryReport, memory
+from nanovllm.entrypoints.stream import Piece, Stream
 from nanovllm.errors import (
     BrokenInvariantError,
     CaptureError,
@@ -112,6 +113,7 @@ __all__ = [
     "Score",
     "Stats",
     "StepOutput",
+    "Stream",
     "TokenLogprobs",
     "TokensSoFar",
     "TuningFileError",

@@ -12,7 +12,8 @@ from nanovllm.engine.constrained import compile_grammar
 from nanovllm.engine.prompt import Context, encode, parts_of
 from nanovllm.entrypoints.calls import Call
 from nanovllm.entrypoints.engine_thread import EngineThread
-from nanovllm.entrypoints.llm import LLM, Piece, last_piece, one_each, pushed, whole, with_params
+from nanovllm.entrypoints.llm import LLM, last_piece, one_each, pushed, whole, with_params
+from nanovllm.entrypoints.stream import Piece
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.loading.load_model import resolve_device
 from nanovllm.models.model import Model

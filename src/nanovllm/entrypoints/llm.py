@@ -3,9 +3,8 @@
 import os
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -20,6 +19,7 @@ from nanovllm.engine.requests import cancel, new_sequence, submit_many
 from nanovllm.engine.step import step
 from nanovllm.entrypoints.display.terminal import bar
 from nanovllm.entrypoints.process import uninterrupted
+from nanovllm.entrypoints.stream import Piece, Stream
 from nanovllm.errors import DonatedStateError, EngineDeadError, InvalidRequestError, RequestFailedError
 from nanovllm.loading.load_model import load_model
 from nanovllm.models.model import Model
@@ -33,37 +33,6 @@ from nanovllm.state.steady import Steady
 from nanovllm.tokenizer.messages import render
 from nanovllm.tokenizer.stream import TextStream
 from nanovllm.tokenizer.tokenizer import Tokenizer
-from nanovllm.types import brief_fields
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Piece:
-    """A part of a streamed reply.
-
-    `text` may be empty while a character, or the start of a possible stop string, is incomplete.
-
-    Attributes:
-        text: The new text. The texts of all pieces together are the reply.
-        token_ids: The new tokens.
-        finish_reason: "stop" or "length" in the last piece, otherwise None. A reply that fails ends with an exception.
-        output: In the last piece the result that `generate` would return, otherwise None.
-        logprobs: The log-probabilities of `token_ids`, or None if they were not asked for.
-
-    Examples:
-        >>> llm = nv.LLM(model, num_pages=64)
-        >>> *_, last = llm.stream("Hello", nv.SamplingParams(temperature=0, max_tokens=12))
-        >>> last.finish_reason, last.output.text
-        ('stop', '! How can I help you?')
-    """
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None = None
-    output: RequestOutput | None = None
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-
-    def __repr__(self) -> str:
-        return brief_fields(self)
 
 
 class LLM:
@@ -291,7 +260,7 @@ class LLM:
         *,
         priority: int = 0,
         process_logits: LogitsProcessor | Callable[..., Any] | None = None,
-    ) -> Iterator[Piece]:
+    ) -> Stream:
         """Generate the reply to one prompt piece by piece.
 
         Streams and calls of `generate` may be interleaved. The request is queued when the first piece is read. It is cancelled when the
@@ -305,7 +274,7 @@ class LLM:
             process_logits: A function between the logits and the sample, as in `submit`.
 
         Returns:
-            An iterator of pieces. Their texts together are the text that `generate` returns.
+            An iterator of pieces. Their texts together are the text that `generate` returns. In a notebook it shows the reply as it grows.
 
         Raises:
             InvalidRequestError: The prompt or an option is invalid; raised at once.
@@ -323,7 +292,7 @@ class LLM:
         """
         new_sequence(self.model, enter(self.state), prompt, sampling_params, priority=priority)  # only raises errors; nothing is committed
         params = from_generation_config(self.model.generation_config) if sampling_params is None else sampling_params
-        return self._pieces(prompt, params, priority, as_processor(process_logits))
+        return Stream(self._pieces(prompt, params, priority, as_processor(process_logits)))
 
     @explain_unknown_keywords
     def chat(
@@ -432,7 +401,9 @@ class LLM:
         most = self.model.config.max_position_embeddings
         return render(self.model.tokenizer, messages, tools=tools, enable_thinking=enable_thinking, most=most)
 
-    def _pieces(self, prompt: Context, params: SamplingParams, priority: int, processor: LogitsProcessor | None) -> Iterator[Piece]:
+    def _pieces(
+        self, prompt: Context, params: SamplingParams, priority: int, processor: LogitsProcessor | None
+    ) -> Generator[Piece, None, None]:
         """The pieces of a reply, read from the state, so that steps of other calls count too."""
         ids: list[int] = []
         text, seen = TextStream.of(self.tokenizer, params.stop, params.skip_special_tokens), 0

@@ -20,8 +20,13 @@ def test_a_reply_streams_with_its_thoughts_folded_and_its_figures_below(window: 
     thinking.locator("summary").click()
     assert "7 + 8 = 15" in thinking.text_content()
     figures = window.page.locator(".figures").last.text_content()
-    assert "tokens" in figures and "a second" in figures and "prompt tokens reused" in figures
+    assert "tokens" in figures and "prompt tokens reused" in figures
     assert window.page.title() == SUM and window.page.locator("#model").text_content() == "tiny"
+
+
+def test_a_reply_that_comes_in_several_pieces_has_its_speed_below(window: Window) -> None:
+    window.send("Tell a long story of a fox.")  # a short reply may come in one piece, which tells no speed
+    assert "a second" in window.page.locator(".figures").last.text_content()
 
 
 def test_a_reply_can_be_stopped_and_what_came_stays(window: Window) -> None:
@@ -90,6 +95,19 @@ def test_two_branches_run_at_the_same_time(window: Window) -> None:
     window.page.locator("#chats .chat").filter(has_text="fox").click()
     window.ended()
     assert window.said()[-1] and [node["finish"] for node in window.stored()["nodes"] if node["role"] == "assistant"].count("stop") >= 1
+
+
+def test_back_leads_from_a_new_chat_to_the_one_before(window: Window) -> None:
+    window.send(SUM)
+    shown = window.page.evaluate("""() => {
+        document.getElementById("new").click();
+        return document.querySelectorAll(".message").length;
+    }""")
+    assert shown == 0, "the new chat is there at once"
+    window.page.go_back()
+    window.until("document.querySelectorAll('.message').length === 2")
+    window.page.go_forward()
+    window.until("document.querySelectorAll('.message').length === 0")
 
 
 def test_settings_go_into_the_request_and_stay_with_the_chat(window: Window) -> None:

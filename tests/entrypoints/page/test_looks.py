@@ -1,12 +1,7 @@
-"""How the chat page looks and feels: accessibility, phone width, colours, the first paint, and frames while a reply streams quickly.
+"""How the chat page looks and feels: accessibility, phone width, colours, the first paint, and frames while a reply streams quickly."""
 
-With `SCREENSHOTS=FOLDER` the pictures of docs/how-to/chat-page.md are written there.
-"""
-
-import os
 from importlib.util import find_spec
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,7 +95,6 @@ def test_it_fits_on_a_phone(browser: Any, live: Live) -> None:
         window.ended()
         assert window.page.evaluate("document.documentElement.scrollWidth") <= 360
         assert window.page.locator("#sidebar").is_hidden()
-        picture(window, "phone")
         window.page.click("#menu")
         window.page.locator("#new").click()
         window.until("!location.hash.slice(1)")
@@ -133,10 +127,13 @@ def test_the_first_paint_is_soon(window: Window) -> None:
     assert min(times) < FIRST_PAINT
 
 
-def test_frames_hold_at_300_tokens_a_second(browser: Any, live: Live) -> None:
+@pytest.mark.parametrize("beside", ["nothing", "memory"])
+def test_frames_hold_at_300_tokens_a_second(browser: Any, live: Live, beside: str) -> None:
     context = browser.new_context()
     context.add_init_script(QUICK)
     with watch(context, f"http://127.0.0.1:{live.port}/") as window:
+        if beside == "memory":
+            window.page.click("#memory-button")
         for _ in range(3):  # the best of several, because machines are shared
             window.page.evaluate("window.frames_seen = []")
             window.send("Go")
@@ -162,47 +159,3 @@ def test_the_page_does_not_scroll_while_one_reads(browser: Any, live: Live) -> N
         window.ended()
         assert window.page.evaluate("document.getElementById('log').scrollTop") == 40
     context.close()
-
-
-@pytest.mark.parametrize("colours", ["light", "dark"])
-def test_pictures_for_the_documents(browser: Any, live: Live, colours: str) -> None:
-    context = browser.new_context(viewport={"width": 1200, "height": 720}, color_scheme=colours)
-    with watch(context, f"http://127.0.0.1:{live.port}/") as window:
-        window.settle("temperature", "0")
-        window.send("Tell a story of a fox.")
-        window.page.click("#new")
-        window.send(SUM)
-        window.press("Regenerate")
-        window.ended()
-        window.press("Edit", 0)
-        window.page.fill(".editing textarea", "What is 48 + 36?")
-        window.page.click(".editing .save")
-        window.ended()
-        window.page.click("#branches")
-        window.page.locator("details.thinking summary").last.click()
-        picture(window, colours)
-        if colours == "light":
-            show_shelf(window, live)
-            picture(window, "shelf")
-    context.close()
-
-
-def show_shelf(window: Window, live: Live) -> None:
-    """Two chunks before a chat."""
-    for name, text in {"king": "The king of Aistonia is Oswin.", "capital": "The capital of Aistonia is Velmora."}.items():
-        assert live.post("/v1/chunks", {"name": name, "text": text, "replace": True}).status == 200
-    window.page.click("#new")
-    window.page.click("#chunks")
-    for name in ("king", "capital"):
-        window.page.get_by_role("button", name=f"Use {name}").click()
-    window.send("What is the capital of Aistonia?")
-    window.until("document.querySelector('#pages .running').style.flexGrow === '0'")
-
-
-def picture(window: Window, name: str) -> None:
-    """A picture of the window, which is written where the documents have theirs if that was asked for."""
-    window.page.evaluate("document.activeElement.blur()")
-    data = window.page.screenshot()
-    assert data.startswith(b"\x89PNG")
-    if folder := os.environ.get("SCREENSHOTS"):
-        (Path(folder) / f"{name}.png").write_bytes(data)

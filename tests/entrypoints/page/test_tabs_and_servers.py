@@ -25,7 +25,7 @@ def test_two_tabs_of_one_chat_overwrite_nothing(window: Window) -> None:
         window.send("What is 2 + 2?", wait=False)
         other.until("document.querySelectorAll('.message').length === 4")
         window.ended()
-        other.until("document.querySelector('.message:last-child .figures').textContent.includes('second')")
+        other.until("document.querySelector('.message:last-child .figures').textContent.includes('tokens')")
         assert other.said() == window.said()
         window.press("Regenerate", 1)
         other.press("Regenerate", 1)

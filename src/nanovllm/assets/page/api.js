@@ -1,9 +1,10 @@
 // Requests to the server that the page comes from.
 
 export class ApiError extends Error {
-  constructor(message, status = 0) {
+  constructor(message, status = 0, code = null) {
     super(message);
     this.status = status; // 0: the server could not be reached, or the reply ended with an error
+    this.code = code; // what went wrong, in one word for programs
   }
 }
 
@@ -33,15 +34,16 @@ export async function call(path, { method = "GET", body, signal } = {}) {
     if (error.name === "AbortError") throw error;
     throw new ApiError("The server cannot be reached.");
   }
-  if (!answer.ok) throw new ApiError(await reason(answer), answer.status);
+  if (!answer.ok) throw await reason(answer);
   return answer;
 }
 
 async function reason(answer) {
   try {
-    return (await answer.json()).error.message;
+    const { message, code } = (await answer.json()).error;
+    return new ApiError(message, answer.status, code);
   } catch {
-    return `The server answered with status ${answer.status}.`;
+    return new ApiError(`The server answered with status ${answer.status}.`, answer.status);
   }
 }
 

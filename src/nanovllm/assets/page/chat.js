@@ -1,6 +1,7 @@
 // The chat that is open: its tree, the branch that is shown, and the replies that run.
 
 import { newId } from "./dom.js";
+import { forget, nameOf, settle } from "./kept.js";
 import { fill, request } from "./reply.js";
 import { Tree } from "./tree.js";
 
@@ -86,13 +87,14 @@ export class Chat {
   }
 
   async answer(parent) {
-    const body = request(this.tree.path(parent), this.record), stop = new AbortController();
+    const messages = this.tree.path(parent), stop = new AbortController();
     const node = this.add({ role: "assistant", content: "", parent, finish: null });
+    const body = request(messages, this.record, nameOf(node.id));
     this.running.set(node.id, { node, stop });
     this.keepLeaf();
     this.changed();
     let saved = Date.now();
-    await fill(node, body, stop.signal, () => {
+    await fill(node, messages, body, stop.signal, () => {
       this.grown(node);
       if (Date.now() - saved < SAVE_EVERY) return;
       saved = Date.now();
@@ -101,10 +103,16 @@ export class Chat {
     this.running.delete(node.id);
     this.keep(node);
     this.ended(node);
+    await settle([...messages, node], (one) => this.keep(one));
   }
 
   keep(node) {
     this.store.putNode(node).catch(this.failed);
+  }
+
+  // The chat's chunks on the server are deleted.
+  forget() {
+    return forget([...this.tree.nodes.values()], (node) => this.keep(node)).then(this.changed);
   }
 
   keepLeaf() {

@@ -4,8 +4,10 @@ import { draw as drawBranches } from "./branches.js";
 import { Chat } from "./chat.js";
 import { Connection } from "./connection.js";
 import { byId } from "./dom.js";
+import { forget, sweep } from "./kept.js";
 import { Log } from "./log.js";
-import { Pages } from "./pages.js";
+import { Memory } from "./memory.js";
+import { Panels } from "./panels.js";
 import { Settings, lastSettings } from "./settings.js";
 import { Shelf } from "./shelf.js";
 import { draw as drawChats } from "./sidebar.js";
@@ -41,7 +43,9 @@ log.running = (id) => chat.running.has(id);
 const settings = new Settings(
   (values) => {
     if (!chat.record) return;
+    const kept = chat.record.settings.keep;
     chat.record.settings = values;
+    if (kept && !values.keep) chat.forget().catch(failed);
     store.changeChat(chat.record.id, { settings: values }).catch(failed);
   },
   () => connection.look(),
@@ -56,10 +60,21 @@ const shelf = new Shelf({
     store.changeChat(chat.record.id, { chunks: names }).catch(failed);
   },
 });
-const pages = new Pages(byId("pages"), () => !shelf.panel.hidden && !document.hidden);
+const memory = new Memory(async (id) => {
+  const node = await store.node(id);
+  return node && (await store.chat(node.chat))?.title;
+});
+const panels = new Panels([
+  { panel: byId("panel"), button: byId("branches"), close: byId("panel-close"), opened: draw },
+  { panel: shelf.panel, button: byId("chunks"), close: byId("shelf-close"), opened: () => shelf.refresh() },
+  { panel: memory.panel, button: byId("memory-button"), close: byId("memory-close"), opened: () => memory.look() },
+]);
 const connection = new Connection((state, detail) => {
   byId("model").textContent = state === "here" ? detail : "";
-  if (state === "here" && document.body.dataset.server !== state) say("");
+  if (state === "here" && document.body.dataset.server !== state) {
+    say("");
+    sweep().catch(failed);
+  }
   document.body.dataset.server = state;
   if (state === "gone") say(`${detail} The page looks for it again and again; nothing is lost.`);
   if (state === "key") {
@@ -100,7 +115,9 @@ async function rename(id, title) {
 
 async function remove(id) {
   for (const { node, stop } of chat.running.values()) if (node.chat === id) stop.abort();
+  const nodes = await store.nodes(id);
   await store.deleteChat(id);
+  forget(nodes, () => {}).catch(failed);
   if (chat.record?.id === id) location.hash = "";
   await drawList();
 }
@@ -141,29 +158,15 @@ function toggleSidebar(open = sidebar.hidden) {
   byId("menu").setAttribute("aria-expanded", String(open));
 }
 
-// One panel at a time.
-function togglePanel(open = panel.hidden) {
-  if (open) toggleShelf(false);
-  panel.hidden = !open;
-  byId("branches").setAttribute("aria-expanded", String(open));
-  draw();
-}
-
-function toggleShelf(open = shelf.panel.hidden) {
-  if (open) togglePanel(false);
-  shelf.panel.hidden = !open;
-  byId("chunks").setAttribute("aria-expanded", String(open));
-  shelf.refresh();
-  pages.look();
-}
-
 function grow() {
   text.style.height = "auto";
   text.style.height = `${Math.min(text.scrollHeight + 2, innerHeight / 3)}px`;
 }
 
+// At once, so that what is written next is sent in it.
 function newChat() {
-  location.hash = "";
+  if (location.hash) history.pushState(null, "", location.pathname + location.search);
+  openNamed().catch(failed);
   text.focus();
 }
 
@@ -180,10 +183,6 @@ byId("composer").addEventListener("submit", (event) => {
 byId("stop").addEventListener("click", () => chat.stop());
 byId("new").addEventListener("click", newChat);
 byId("menu").addEventListener("click", () => toggleSidebar());
-byId("branches").addEventListener("click", () => togglePanel());
-byId("panel-close").addEventListener("click", () => togglePanel(false));
-byId("chunks").addEventListener("click", () => toggleShelf());
-byId("shelf-close").addEventListener("click", () => toggleShelf(false));
 byId("export").addEventListener("click", async () => save(await store.everything()));
 byId("import").addEventListener("click", () => byId("import-file").click());
 byId("import-file").addEventListener("change", async ({ target }) => {
@@ -204,7 +203,7 @@ document.addEventListener("keydown", (event) => {
   const does = () => {
     if (pressed === "escape" && chat.replying && !settings.dialog.open) return () => chat.stop();
     if (command && event.shiftKey && pressed === "o") return newChat;
-    if (command && event.shiftKey && pressed === "e") return togglePanel;
+    if (command && event.shiftKey && pressed === "e") return () => panels.toggle(panel);
     if (command && !event.shiftKey && pressed === "b") return toggleSidebar;
     if (event.altKey && pressed === "arrowleft" && !writing) return () => chat.walk(-1);
     if (event.altKey && pressed === "arrowright" && !writing) return () => chat.walk(1);
@@ -214,7 +213,7 @@ document.addEventListener("keydown", (event) => {
   event.preventDefault();
   found();
 });
-document.addEventListener("visibilitychange", () => pages.look());
+document.addEventListener("visibilitychange", () => memory.look());
 addEventListener("hashchange", () => openNamed().catch(failed));
 store.addEventListener("changed", async ({ detail }) => {
   if (detail.node && detail.chat === chat.record?.id) return chat.heard(detail.node);

@@ -49,13 +49,18 @@ export class Settings {
   }
 
   show(settings) {
-    for (const field of this.fields) field.value = settings[field.name] ?? "";
+    for (const field of this.fields) {
+      if (field.type === "checkbox") field.checked = settings[field.name] === true;
+      else field.value = settings[field.name] ?? "";
+    }
   }
 
   values() {
     const found = {};
     for (const field of this.fields) {
-      if (field.value.trim()) found[field.name] = field.type === "number" ? Number(field.value) : field.value;
+      if (field.type === "checkbox") {
+        if (field.checked) found[field.name] = true;
+      } else if (field.value.trim()) found[field.name] = field.type === "number" ? Number(field.value) : field.value;
     }
     return found;
   }

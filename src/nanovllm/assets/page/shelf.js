@@ -2,6 +2,7 @@
 
 import { call } from "./api.js";
 import { button, byId, el } from "./dom.js";
+import { idOf } from "./kept.js";
 
 const KIND = "application/x-nanovllm-chunk"; // what is dragged
 const MOST_BYTES = 8 << 20; // of a file that becomes a chunk
@@ -74,8 +75,9 @@ export class Shelf {
     try {
       const found = await (await call("v1/chunks")).json();
       this.chunks = new Map(found.data.map((chunk) => [chunk.name, chunk]));
-      const { pages, chunks } = found.limits;
-      byId("shelf-room").textContent = `${found.data.length} of ${chunks} chunks, ${found.pages} of ${pages} pages of ${found.limits.page_size} tokens`;
+      const { pages, chunks } = found.limits, chats = found.data.filter(({ name }) => idOf(name)).length;
+      const of = chats ? `, ${chats} of them of chats` : "";
+      byId("shelf-room").textContent = `${found.data.length} of ${chunks} chunks${of}, ${found.pages} of ${pages} pages of ${found.limits.page_size} tokens`;
     } catch (error) {
       this.said(error.message);
     }
@@ -83,7 +85,8 @@ export class Shelf {
   }
 
   draw() {
-    byId("chunk-list").replaceChildren(...[...this.chunks.values()].map((chunk) => this.line(chunk)));
+    const own = [...this.chunks.values()].filter(({ name }) => !idOf(name)); // those of chats are kept and deleted with the chats
+    byId("chunk-list").replaceChildren(...own.map((chunk) => this.line(chunk)));
     const row = this.used(), known = row.map((name) => this.chunks.get(name)), tokens = known.reduce((sum, one) => sum + (one?.tokens ?? 0), 0);
     byId("used").replaceChildren(...row.map((name, place) => this.usedLine(name, place, row)));
     const exact = row.length < 2 && known.every((one) => one?.exact);

@@ -67,6 +67,7 @@ const usage = (value) => ({ prompt: number(value.prompt), reused: number(value.r
 function settings(value) {
   const found = {};
   for (const name of ["temperature", "top_p", "max_tokens"]) if (Number.isFinite(value?.[name])) found[name] = value[name];
+  if (value?.keep === true) found.keep = true;
   for (const name of ["system", "thinking"]) if (typeof value?.[name] === "string") found[name] = value[name];
   return found;
 }

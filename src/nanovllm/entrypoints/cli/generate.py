@@ -12,7 +12,8 @@ from nanovllm.entrypoints.arguments import add_model_options, add_sampling_optio
 from nanovllm.entrypoints.cli.batch.run_batch import run_batch
 from nanovllm.entrypoints.cli.load import load
 from nanovllm.entrypoints.display.terminal import View, dim, is_terminal, note
-from nanovllm.entrypoints.llm import LLM, Piece, whole
+from nanovllm.entrypoints.llm import LLM, whole
+from nanovllm.entrypoints.stream import Piece
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.request import RequestOutput

@@ -3,20 +3,19 @@
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
 from nanovllm.engine.donation import enter, require_live
-from nanovllm.entrypoints.memory.pages import FrameReport, Kind, PageFigures, PageOwner, PageRun, Path
+from nanovllm.entrypoints.memory.pages import FrameReport, Kind, PageFigures, PageOwner
 from nanovllm.entrypoints.memory.svg import draw as draw_svg
 from nanovllm.entrypoints.memory.text import draw as draw_text
+from nanovllm.entrypoints.memory.tree import idle_paths, tree
 from nanovllm.errors import InvalidRequestError
 from nanovllm.sampling.keywords import explain_unknown_keywords
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.kv_cache import KVState
-from nanovllm.state.prefix_cache import ROOT, PrefixIndex
 from nanovllm.state.request import Sequence
 from nanovllm.types import Tensor
 
@@ -118,15 +117,39 @@ def memory(state: EngineState, *, names: Mapping[str, Chunk | int] | None = None
     """
     state = enter(state)
     pool, index = state.config.num_pages, state.prefix
-    drafts = [*_chunks(state), *_requests(state)]
+    drafts = drafts_of(state)
     called = _called(state, names, {number for _, kind, number in drafts if kind != "chunk"})
+    owners = owners_of(drafts, called, pool)
+    page_owners = by_page(owners, pool)
+    return MemoryReport(
+        page_size=state.config.page_size,
+        page_bytes=page_bytes(state.kv),
+        owners=owners,
+        runs=tree([*((owner.pages, owner) for owner in owners if owner.pages), *((path, None) for path in idle_paths(index))]),
+        page_owners=page_owners,
+        idle=frozenset(index.idle_pages()),
+        num_indexed=len(index.pages()),
+        frames=_frames(state, sum(map(bool, page_owners))),
+    )
+
+
+Draft = tuple[Chunk | Sequence, Kind, int]  # an owner, what it is, and its number
+
+
+def drafts_of(state: EngineState) -> list[Draft]:
+    """All owners, chunks first."""
+    return [*_chunks(state), *_requests(state)]
+
+
+def owners_of(drafts: Seq[Draft], names: Mapping[tuple[bool, int], str], pool: int) -> tuple[PageOwner, ...]:
+    """Owners of the pages of a pool as the report has them, with names by (whether it is a chunk, number)."""
     arrays = [source.pages.array() for source, _, _ in drafts]
     counts = np.bincount(np.concatenate([np.empty(0, np.int32), *arrays]), minlength=pool)
-    owners = tuple(
+    return tuple(
         PageOwner(
             kind=kind,
             id=number,
-            name=called.get((kind == "chunk", number)),
+            name=names.get((kind == "chunk", number)),
             num_tokens=len(source.tokens),
             num_filled=source.num_filled if isinstance(source, Sequence) else len(source.tokens),
             pages=tuple(pages.tolist()),
@@ -135,23 +158,15 @@ def memory(state: EngineState, *, names: Mapping[str, Chunk | int] | None = None
         )
         for (source, kind, number), pages in zip(drafts, arrays, strict=True)
     )
-    page_owners: list[list[PageOwner]] = [[] for _ in range(pool)]
+
+
+def by_page(owners: Iterable[PageOwner], pool: int) -> tuple[tuple[PageOwner, ...], ...]:
+    """For each page its owners."""
+    found: dict[int, list[PageOwner]] = {}
     for owner in owners:
         for page in owner.pages:
-            page_owners[page].append(owner)
-    return MemoryReport(
-        page_size=state.config.page_size,
-        page_bytes=_page_bytes(state.kv),
-        owners=owners,
-        runs=_tree([*((owner.pages, owner) for owner in owners if owner.pages), *((path, None) for path in _idle_paths(index))]),
-        page_owners=tuple(map(tuple, page_owners)),
-        idle=frozenset(index.idle_pages()),
-        num_indexed=len(index.pages()),
-        frames=_frames(state, sum(map(bool, page_owners))),
-    )
-
-
-Draft = tuple[Chunk | Sequence, Kind, int]
+            found.setdefault(page, []).append(owner)
+    return tuple([tuple(found.get(page, ())) for page in range(pool)])
 
 
 def _chunks(state: EngineState) -> Iterable[Draft]:
@@ -189,7 +204,7 @@ def _called(state: EngineState, names: Mapping[str, Chunk | int] | None, request
     return called
 
 
-def _page_bytes(kv: KVState) -> int:
+def page_bytes(kv: KVState) -> int:
     """Bytes of one page over all pools."""
     return sum(map(_bytes_in, kv.pools))
 
@@ -212,43 +227,3 @@ def _frames(state: EngineState, num_held: int) -> FrameReport | None:
         frame_bytes=_bytes_in(state.kv.pools[-1]),
         num_held=num_held,
     )
-
-
-def _idle_paths(index: PrefixIndex) -> list[Path]:
-    """Paths through the index, from its root to each idle page that has no idle page after it."""
-    idle, paths = index.idle_pages(), []
-    above = {index.before(page) for page in idle}
-    for page in idle:
-        if page not in above:
-            path = [page]
-            while (before := index.before(path[-1])) > ROOT:
-                path.append(before)
-            paths.append(tuple(reversed(path)))
-    return paths
-
-
-def _tree(paths: Seq[tuple[Path, PageOwner | None]]) -> tuple[PageRun, ...]:
-    """The radix tree of page paths, sorted by pages, each node before its children."""
-    order = sorted(paths, key=lambda entry: entry[0])
-    runs: list[PageRun] = []
-    left: list[tuple[int, int, int, int | None]] = [(0, len(order), 0, None)]  # paths low ... high - 1 share their first `start` pages
-    while left:
-        low, high, start, parent = left.pop()
-        if low == high:
-            continue
-        first, last = order[low][0], order[high - 1][0]
-        if first[start] != last[start]:
-            cuts = [low, *(i for i in range(low + 1, high) if order[i][0][start] != order[i - 1][0][start]), high]
-            left.extend((a, b, start, parent) for a, b in reversed(list(pairwise(cuts))))
-            continue
-        stop, most = start + 1, min(len(first), len(last))
-        while stop < most and first[stop] == last[stop]:  # in sorted order, all paths share the prefix of the first and the last
-            stop += 1
-        after = low
-        while after < high and len(order[after][0]) == stop:
-            after += 1
-        owners = tuple(owner for _, owner in order[low:high] if owner is not None)
-        ends = tuple(owner for _, owner in order[low:after] if owner is not None)
-        runs.append(PageRun(pages=first[start:stop], parent=parent, start=start, owners=owners, ends=ends))
-        left.append((after, high, stop, len(runs) - 1))
-    return tuple(runs)

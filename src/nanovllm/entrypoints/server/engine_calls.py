@@ -7,6 +7,7 @@ from typing import Any
 
 from nanovllm.entrypoints.server import chunk_calls
 from nanovllm.entrypoints.server.held import Held
+from nanovllm.entrypoints.server.memory_calls import memory
 from nanovllm.entrypoints.server.scores import score_and_follow, score_prompts
 from nanovllm.errors import InvalidRequestError
 
@@ -42,6 +43,7 @@ CALLS: Mapping[str, Call] = MappingProxyType(
         "figures": figures,
         "measured": measured,
         "answered": answered,
+        "memory": memory,
         "score_prompts": score_prompts,
         "score_and_follow": score_and_follow,
         **chunk_calls.CALLS,

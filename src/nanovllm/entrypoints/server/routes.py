@@ -1,6 +1,6 @@
 """Which function answers which path. Paths of OpenAI's interface are also served without their `/v1`, as llama.cpp does."""
 
-from nanovllm.entrypoints.server.api import chat, chunks, completions, metrics, models, responses, tokens
+from nanovllm.entrypoints.server.api import chat, chunks, completions, memory, metrics, models, responses, tokens
 from nanovllm.entrypoints.server.api.about import About
 from nanovllm.entrypoints.server.app import Handler
 
@@ -20,6 +20,7 @@ OPENAI: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
     ("/chunks/{name}/drop", POST, chunks.drop),
     ("/chunks/{name}/save", (*POST, *DELETE), chunks.save),
     ("/chunks/{name}/load", POST, chunks.load),
+    ("/memory", GET, memory.memory),
 )
 OTHERS: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
     ("/health", GET, models.health),

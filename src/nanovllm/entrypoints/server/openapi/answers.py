@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from nanovllm.entrypoints.server.memory_calls import KINDS
+
 Schema = dict[str, Any]
 STRING: Schema = {"type": "string"}
 INTEGER: Schema = {"type": "integer"}
@@ -46,6 +48,7 @@ def const(value: str) -> Schema:
 
 
 IDS = array(INTEGER)
+LOOKS = array({"type": "array", "prefixItems": [words(*KINDS), INTEGER, INTEGER], "items": False})  # kind, owners, how many in a row
 TOLD_IDS = {"prompt_token_ids": IDS, "token_ids": IDS}
 CHUNK = {
     "object": const("chunk"),
@@ -197,6 +200,19 @@ ANSWERS: Mapping[str, Schema] = MappingProxyType(
             }
         ),
         "DeletedChunk": obj({"object": words("chunk.deleted", "chunk.file.deleted"), "name": STRING, "deleted": {"const": True}}),
+        "Memory": obj(
+            {
+                "object": const("memory"),
+                "page_size": INTEGER,
+                "page_bytes": INTEGER,
+                "pages": obj({"total": INTEGER, **dict.fromkeys(KINDS, INTEGER)}),
+                "shared": INTEGER,
+                "saved": INTEGER,
+                "map": obj({"pages_per_cell": INTEGER, "cells": LOOKS, "more_free": INTEGER}),
+                "tree": array(obj({"level": INTEGER, "pages": STRING, "text": STRING, "looks": LOOKS})),
+                "more_owners": INTEGER,
+            }
+        ),
         "Health": obj({"status": const("ok")}),
         "Version": obj({"version": STRING}),
         "Tokens": obj(

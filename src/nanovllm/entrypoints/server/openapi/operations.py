@@ -86,6 +86,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
         ("POST", "/responses/input_tokens"): Operation(
             summary="Count the tokens of the prompt of a response", takes=ResponsesRequest, answers="InputTokens", example={"input": HELLO}
         ),
+        ("GET", "/memory"): Operation(summary="The pages of KV memory by owner: a map, and the tree of shared prefixes", answers="Memory"),
         ("GET", "/chunks"): Operation(summary="The chunks of the client's key", answers="Chunks"),
         ("POST", "/chunks"): Operation(
             summary="Make a chunk: a prompt whose KV stays under a name",
