@@ -6,16 +6,20 @@ import os
 import socket
 import ssl
 import stat
+import sys
 import warnings
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import torch
+
 from nanovllm.entrypoints.arguments import add_model_options, engine_limits, positive, rounding, source
 from nanovllm.entrypoints.server.settings import Settings
 from nanovllm.errors import InvalidRequestError
 from nanovllm.loading.hub import resolve_folder
+from nanovllm.loading.load_model import resolve_device
 
 DESCRIPTION = """\
 Serve a model over HTTP with OpenAI's interface: /v1/completions, /v1/chat/completions, /v1/models, /health. Any client of OpenAI's works
@@ -23,6 +27,7 @@ with base_url=http://127.0.0.1:8000/v1.
 """
 NEEDED = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus_client")
 KEYS = "NANOVLLM_API_KEY"
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # variables that say how the threads of OpenMP wait
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,6 +95,8 @@ def run(options: argparse.Namespace) -> int:
     require_server()
     from nanovllm.entrypoints.server.supervisor import Supervisor
 
+    if options.alone and resolve_device(options.device).type == "cpu":
+        let_threads_sleep()
     if options.name is not None and options.model != "tiny":
         raise InvalidRequestError(f"two models were named, {options.name!r} and --model {options.model!r}: give one of them")
     model = options.name or options.model
@@ -133,6 +140,18 @@ def run(options: argparse.Namespace) -> int:
     }
     supervisor = Supervisor(settings, model, limits, workers=options.workers, restart=not options.no_restart)
     return supervisor.run(lambda line: print(line, flush=True))
+
+
+def let_threads_sleep() -> None:
+    """Start this program again with `OMP_WAIT_POLICY=passive`, unless the environment says how threads wait.
+
+    Threads of a decode step that wait for each other spin otherwise, on cores that the front end and its clients need too: on two cores a
+    reply then takes tens of times as long. The OpenMP library reads the variable when torch is imported, which has happened.
+    """
+    if any(name in os.environ for name in WAITING) or torch.get_num_threads() == 1:
+        return
+    os.environ[WAITING[0]] = "passive"
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def api_keys(file: Path | None) -> tuple[bytes, ...]:
