@@ -260,7 +260,11 @@ def test_layers_that_are_quantised_in_several_ways_have_no_file(
 ) -> None:
     """The kernels of the first layer are measured: their cuts name kernels that another layer does not run."""
     first, *others = rounded_params(MODEL.params, Rounding(kind="int4")).layers
-    for layers in ((first, *MODEL.params.layers[1:]), (MODEL.params.layers[0], *others), (replace(first, o=MODEL.params.layers[0].o), *others)):
+    for layers in (
+        (first, *MODEL.params.layers[1:]),
+        (MODEL.params.layers[0], *others),
+        (replace(first, o=MODEL.params.layers[0].o), *others),
+    ):
         mixed = replace(MODEL, params=replace(MODEL.params, layers=layers))
         assert use.cuts_for(mixed, None) is None
         for tuning in (True, served):

@@ -52,7 +52,9 @@ def cuts_for(model: Model, tuning: bool | str | os.PathLike[str] | None) -> Cuts
     if not alike(model.params):
         if tuning is None:
             return None
-        raise InvalidRequestError(f"tuning={plain(tuning)!r} serves layers that are quantised alike, unlike those of {model.name}: leave it out")
+        raise InvalidRequestError(
+            f"tuning={plain(tuning)!r} serves layers that are quantised alike, unlike those of {model.name}: leave it out"
+        )
     try:
         path = _cached(model) if tuning is None or tuning is True else _given(tuning)
         if path is None and tuning is None:
