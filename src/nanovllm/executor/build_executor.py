@@ -87,7 +87,7 @@ def first_start(
             measured(model, limits, None, cuts, KINDS[:-1])  # log-probabilities are looked up by tokens that no kernel has written
 
     sizes = limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len, limits.page_size
-    first = FirstStart(model.device, model.config, model.dtype, (*sizes, cascade, sized, cuts, limits.kv_dtype))
+    first = FirstStart(model.device, model.config, model.dtype, (*sizes, cascade, sized, cuts, limits.kv_dtype, model.quantization))
     first.rehearse(start)
     return first
 

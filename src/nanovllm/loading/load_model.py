@@ -13,7 +13,7 @@ import torch
 from nanovllm.config import ModelConfig, for_length
 from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.loading.hub import read_json, require_whole, resolve_folder
-from nanovllm.loading.quantisation.activations import require_fp8_products, with_fp8_activations
+from nanovllm.loading.quantisation.activations import require_fp8_products, require_fp8_weights, with_fp8_activations
 from nanovllm.loading.quantisation.config import read_quantisation
 from nanovllm.loading.quantisation.rounding import require_rounding
 from nanovllm.loading.tokenizer_files import load_tokenizer
@@ -110,6 +110,8 @@ def load_model(
     stored = read_quantisation(read_json(folder / "config.json", required=True), folder)
     if stored is not None and rounding is not None:
         raise InvalidRequestError(f"quantization={quantization!r}, but the checkpoint is quantised already ({stored.method}): leave it out")
+    if fp8_activations:
+        require_fp8_weights(rounding, stored=stored is not None)
     how: dict[str, Any] = {"device": target, "dtype": chosen, "progress": progress}
     if isinstance(spec, TransformersSpec):
         if rounding is not None:

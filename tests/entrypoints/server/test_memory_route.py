@@ -6,6 +6,7 @@ import threading
 import timeit
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,11 @@ import nanovllm as nv
 from nanovllm.entrypoints.memory.pages import ranges
 from nanovllm.entrypoints.memory.report import drafts_of
 from nanovllm.entrypoints.memory.text import describe, outline
+from nanovllm.entrypoints.memory.tree import path_to
 from nanovllm.entrypoints.server import memory_calls
 from nanovllm.entrypoints.server.memory_calls import KINDS, looks
 from nanovllm.entrypoints.server.settings import Settings
+from nanovllm.state.prefix_cache import ROOT, init_prefix, insert, set_idle
 from tests.entrypoints.server.live import Live
 
 pytestmark = pytest.mark.unhooked
@@ -105,6 +108,28 @@ def test_cells_of_several_pages_show_most_of_them(monkeypatch: pytest.MonkeyPatc
         codes = list(zip(kinds[4 * place : 4 * place + 4].tolist(), counts[4 * place : 4 * place + 4].tolist(), strict=True))
         assert Counter(codes)[KINDS.index(cell[0]), cell[1]] == max(Counter(codes).values())
     live.call("DELETE", "/v1/chunks/king")
+
+
+def test_large_cells_end_where_the_free_pages_begin_that_are_only_counted() -> None:
+    kinds = np.zeros(50_000, int)
+    kinds[: memory_calls.MOST_CELLS + 2] = KINDS.index("chunks")
+    found = memory_calls._map(kinds, kinds.astype(bool).astype(int))
+    shown = cells(found["cells"])
+    assert found["pages_per_cell"] == 2 and shown == [("chunks", 1)] * (memory_calls.MOST_CELLS // 2 + 1)
+    assert 2 * len(shown) + found["more_free"] == 50_000
+
+
+def test_prefixes_of_others_are_not_looked_at_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest prefix is the client's, those before it are of others, and the oldest one, which is not found, is the client's again."""
+    num, size, index, looked_at = 1000, 4, init_prefix(1000, 4), list[int]()
+    for page in range(num):
+        own = page in (0, num - 1)
+        index, new = insert(index, np.full(size, page, np.int32), np.array([page], np.int32), ROOT - (1 if own else 2))
+        index = set_idle(index, new)
+    monkeypatch.setattr(memory_calls, "path_to", lambda *given: (looked_at.append(1), path_to(*given))[1])
+    state: Any = SimpleNamespace(prefix=index, config=SimpleNamespace(num_pages=num))
+    assert memory_calls._idle(state, 1) == [(num - 1,)] and len(looked_at) == memory_calls.MOST_LOOKED_AT
+    assert len(memory_calls._idle(state, None)) == memory_calls.MOST_IDLE
 
 
 def test_it_is_quick_with_many_pages_and_bounded_with_many_chunks() -> None:

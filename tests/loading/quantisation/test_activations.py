@@ -4,10 +4,16 @@ import pytest
 import torch
 
 import nanovllm as nv
+from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES
+from nanovllm.entrypoints.cli.check.preflight import outlook
+from nanovllm.loading import load_model
 from nanovllm.loading.quantisation import activations
 from nanovllm.loading.quantisation.activations import with_fp8_activations
 from nanovllm.ops.linear.linear import linear
+from nanovllm.ops.linear.quantise import Kind
 from nanovllm.ops.linear.quantised import QuantisedMatrix
+
+CPU = torch.device("cpu")
 
 
 def test_it_is_refused_where_nothing_multiplies_fp8() -> None:
@@ -26,6 +32,24 @@ def test_a_value_that_is_no_answer_is_refused(untyped: None) -> None:
 def test_it_needs_weights_in_fp8(kind, why: str) -> None:
     with pytest.raises(nv.InvalidRequestError, match=why):
         with_fp8_activations(nv.load_model("tiny", "cpu", quantization=kind))
+
+
+@pytest.mark.parametrize(("kind", "why"), [(None, "the checkpoint is not quantised"), ("int8", "quantization='int8' makes other codes")])
+def test_weights_that_will_not_be_in_fp8_are_not_loaded_first(kind, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "against_device", lambda device, dtype: "")
+    monkeypatch.setattr(load_model, "load_params", lambda *_, **__: pytest.fail("weights were loaded"))
+    with pytest.raises(nv.InvalidRequestError, match=why):
+        nv.load_model("tiny", "cpu", quantization=kind, fp8_activations=True)
+
+
+@pytest.mark.parametrize("name", ["tiny", "qwen3-0.6b"])
+def test_the_outlook_knows_which_weights_will_not_be_in_fp8(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "against_device", lambda device, dtype: "")
+    cases: tuple[tuple[Kind | None, str], ...] = ((None, "the checkpoint is not quantised"), ("int8", "makes other codes"), ("fp8", ""))
+    for kind, why in cases:
+        found = outlook(name, CPU, None, shapes=SHAPES, quantization=kind, fp8_activations=True)
+        told = [problem for problem in found.problems if "fp8_activations" in problem]
+        assert len(told) == bool(why) and all(why in problem for problem in told)
 
 
 def test_it_marks_attention_and_mlp_and_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -255,6 +255,27 @@ def test_quantised_weights_have_files_of_their_own(tmp_path: Path) -> None:
         read_cuts(path, models["fp8"], H200)
 
 
+def test_layers_that_are_quantised_in_several_ways_have_no_file(
+    served: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The kernels of the first layer are measured: their cuts name kernels that another layer does not run."""
+    first, *others = rounded_params(MODEL.params, Rounding(kind="int4")).layers
+    for layers in (
+        (first, *MODEL.params.layers[1:]),
+        (MODEL.params.layers[0], *others),
+        (replace(first, o=MODEL.params.layers[0].o), *others),
+    ):
+        mixed = replace(MODEL, params=replace(MODEL.params, layers=layers))
+        assert use.cuts_for(mixed, None) is None
+        for tuning in (True, served):
+            with pytest.raises(nv.InvalidRequestError, match="quantised alike, unlike those of"):
+                use.cuts_for(mixed, tuning)
+        monkeypatch.setattr(command, "find_model", lambda options, model=mixed: (model, False))
+        monkeypatch.setattr(command, "resolve_device", lambda device: torch.device("cuda"))
+        assert cli.main(["tune", "--device", "cuda", "--output", str(served.parent / "new.json")]) == 2
+        assert "tune needs layers that are quantised alike" in capsys.readouterr().err
+
+
 def test_a_file_without_cuts_is_the_defaults(served: Path) -> None:
     for steps in (Map(), Map({1: StepCuts(), 8: StepCuts()})):
         written(served, steps)
@@ -269,7 +290,9 @@ def test_what_no_file_is_called_is_refused(name: str, served: Path) -> None:
     assert (repr(name) if name != "\ud800.json" else name) in str(error.value) and "JSON" not in str(error.value)
 
 
-def test_kernels_whose_sources_cannot_be_read_have_no_file(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_whose_sources_cannot_be_read_have_no_file(
+    served: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     written(served)
     monkeypatch.setattr("nanovllm.models.tuning.file.KERNELS", ("no_such_kernel",))
     for tuning in (True, served):

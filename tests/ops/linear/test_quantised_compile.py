@@ -95,6 +95,18 @@ def test_codes_come_to_warps_that_divide_the_inputs(compiled: Compiled, kind: Ki
     )
 
 
+@pytest.mark.parametrize("compiled", [90], indirect=True)
+@pytest.mark.parametrize("width", [1032, 12288])
+def test_rounded_rows_keep_what_is_not_a_number(compiled: Compiled, width: int) -> None:  # noqa: F811
+    """PTX's plain `min` would make a number of it."""
+    from nanovllm.ops.linear.triton_rounded_rows import rounded_rows
+
+    rounded_rows(torch.zeros(3, width, dtype=BF16))
+    ptx = compiled[0].asm["ptx"]
+    assert "min.NaN." in ptx and "min.f32" not in ptx and "cvt.rn.satfinite.e4m3x2.f32" in ptx
+    compiled.check()
+
+
 @pytest.mark.parametrize(("kind", "group"), [("int4", 100), ("fp8", None)])
 def test_odd_forms_in_float16(compiled: Compiled, kind: Kind, group: int | None) -> None:  # noqa: F811
     from nanovllm.ops.linear import triton_quantised_many

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -47,6 +48,37 @@ def test_every_form(form: tuple[Kind, int, int, dict[str, Any]], rows: int, gate
         assert split_fits(tile, matrix, rows, False, 200_000, split=True)
         sums = triton_quantised_split.partial_product(x, matrix, tile, False)
         assert sums.shape[0] == 2 and error(sums.sum(0), want) < 1e-5
+
+
+@quiet
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("gated", [False, True])
+def test_nothing_beyond_a_tensor_is_read(form: tuple[Kind, int, int, dict[str, Any]], gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even the scales of a step after the last one, which nothing would be multiplied by."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    from nanovllm.ops.linear import triton_quantised_split
+
+    kind, outputs, columns, more = form
+    matrix, x = quantised_problem(kind, outputs + outputs % 2, columns, **more, gpu=True), inputs(3, columns)
+    tensors = [each for each in (x, matrix.codes, matrix.scales, matrix.zeros) if each is not None]
+    plain, num_loads = InterpreterBuilder.create_masked_load, 0
+
+    def load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
+        nonlocal num_loads
+        read = ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)].astype(np.int64)
+        inside = [(read >= each.data_ptr()) & (read < each.data_ptr() + each.nbytes) for each in tensors]
+        assert np.any(inside, axis=0).all(), "memory of nobody is read"
+        num_loads += 1
+        return plain(self, ptrs, mask, *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", load)
+    for tile in (
+        SplitTile(outputs=16, depth=block(kind) // 2, stages=2, warps=2),
+        SplitTile(outputs=16, depth=block(kind), stages=2, warps=4),
+    ):
+        triton_quantised_split.product(x, matrix, None, gated, tile, False)
+    assert num_loads > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

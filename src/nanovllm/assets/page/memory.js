@@ -49,7 +49,7 @@ export class Memory {
       const title = this.titles.get(name) ?? (await this.titleOf(idOf(name)));
       if (!title) continue; // of another browser
       this.titles.set(name, title);
-      text = text.replace(name, `chat “${title}”`);
+      text = text.replace(name, () => `chat “${title}”`); // a title may hold "$&"
     }
     return text;
   }

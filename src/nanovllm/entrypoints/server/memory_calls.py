@@ -23,6 +23,7 @@ KINDS = ("free", "index", "chunks", "requests", "both", "others")
 FREE, INDEX, CHUNKS, REQUESTS, BOTH, OTHERS = range(len(KINDS))
 FEWEST_CELLS, MOST_CELLS = 256, 1024  # of the map
 MOST_OWNERS, MOST_IDLE = 128, 32  # in the tree: owners, and prefixes that only the index holds
+MOST_LOOKED_AT = 256  # prefixes, those of others too
 MOST_COUNT = 99  # owners of a page that are told apart
 
 
@@ -83,17 +84,21 @@ def _is_own(draft: Draft, names: dict[int, str], namespace: int) -> bool:
 
 
 def _idle(state: EngineState, namespace: int | None) -> list[Path]:
-    """Paths to the pages that only the index holds and that were used last, in a namespace or in all."""
-    index, found = state.prefix, list[Path]()
+    """Paths to the pages that only the index holds and that were used last, in a namespace or in all.
+
+    After `MOST_LOOKED_AT` paths it gives up, because most may be those of others.
+    """
+    index, found, looked_at = state.prefix, list[Path](), 0
     seen = np.zeros(state.config.num_pages, bool)
     for time in sorted(index.idle, reverse=True):
         left = index.idle[time]
         while len(left := left[~seen[left]]):
             path, own = path_to(index, left.item(0))  # of pages that became idle together, the last one of a prefix is the first
             seen[path] = True
+            looked_at += 1
             if namespace in (None, own):
                 found.append(tuple(path.tolist()))
-            if len(found) == MOST_IDLE:
+            if len(found) == MOST_IDLE or looked_at == MOST_LOOKED_AT:
                 return found
     return found
 
@@ -112,7 +117,7 @@ def _map(kinds: np.ndarray, counts: np.ndarray) -> dict[str, Any]:
     stop, size = min(len(kinds), max(FEWEST_CELLS, -(-used // per)) * per), MOST_COUNT + 1
     codes = (kinds * size + np.minimum(counts, MOST_COUNT))[:stop]
     if per > 1:
-        num_codes, cells = len(KINDS) * size, -(-len(kinds) // per)
+        num_codes, cells = len(KINDS) * size, -(-stop // per)
         places = np.arange(len(codes)) // per
         codes = np.bincount(places * num_codes + codes, minlength=cells * num_codes).reshape(cells, num_codes).argmax(1)
     return {"pages_per_cell": per, "cells": _runs(divmod(code, size) for code in codes.tolist()), "more_free": len(kinds) - stop}

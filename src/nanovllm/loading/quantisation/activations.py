@@ -7,11 +7,14 @@ from typing import Any
 import torch
 
 from nanovllm.errors import InvalidRequestError
+from nanovllm.loading.quantisation.rounding import Rounding
 from nanovllm.models.common.params import Layer
 from nanovllm.models.model import Model
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.ops.linear.scaled_product import against, against_device
 from nanovllm.types import Tensor
+
+NEEDS = "fp8_activations=True needs FP8 weights with a scale per row, as quantization='fp8' makes them"
 
 
 def require_fp8_products(fp8_activations: object, device: torch.device, dtype: torch.dtype) -> None:
@@ -20,6 +23,16 @@ def require_fp8_products(fp8_activations: object, device: torch.device, dtype: t
         raise InvalidRequestError(f"fp8_activations={fp8_activations!r} must be True or False")
     if fp8_activations and (why := against_device(device, dtype)):
         raise InvalidRequestError(f"fp8_activations=True needs a GPU that multiplies FP8, and a model in bfloat16: {why}")
+
+
+def require_fp8_weights(rounding: Rounding | None, *, stored: bool) -> None:
+    """Raise `InvalidRequestError` if no weights will be in FP8, before they are loaded.
+
+    Weights that are quantised as they are `stored` may be in FP8. `with_fp8_activations` looks at them.
+    """
+    if not stored and (rounding is None or rounding.kind != "fp8"):
+        why = "the checkpoint is not quantised" if rounding is None else f"quantization={rounding.kind!r} makes other codes"
+        raise InvalidRequestError(f"{NEEDS}: {why}")
 
 
 def with_fp8_activations(model: Model) -> Model:
@@ -35,7 +48,7 @@ def with_fp8_activations(model: Model) -> Model:
     found = [m for w in layers for m in (w.qkv, w.o, w.gate_up, w.down) if isinstance(m, QuantisedMatrix)]
     if not found or all(map(against, found)):
         why = against(found[0]) if found else "no matrix of attention or MLP is quantised"
-        raise InvalidRequestError(f"fp8_activations=True needs FP8 weights with a scale per row, as quantization='fp8' makes them: {why}")
+        raise InvalidRequestError(f"{NEEDS}: {why}")
 
     def kept(matrix: Any) -> Any:
         return replace(matrix, fp8_activations=True) if isinstance(matrix, QuantisedMatrix) and not against(matrix) else matrix

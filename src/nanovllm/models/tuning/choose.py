@@ -10,7 +10,7 @@ from nanovllm.models.fast import fused
 from nanovllm.models.fast.cuts import Cuts
 from nanovllm.models.model import Model
 from nanovllm.models.tuning.file import default_path, key_of, read_cuts
-from nanovllm.models.tuning.launches import Machine
+from nanovllm.models.tuning.launches import Machine, alike
 from nanovllm.ops.backends import processors, shared_memory
 
 
@@ -40,7 +40,7 @@ def cuts_for(model: Model, tuning: bool | str | os.PathLike[str] | None) -> Cuts
 
     Raises:
         TuningFileError: The file was asked for and cannot be used.
-        InvalidRequestError: The file was asked for, but the fused kernels do not run this model.
+        InvalidRequestError: The file was asked for, but the fused kernels do not run this model, or its layers are not quantised alike.
     """
     if tuning is False:
         return None
@@ -49,6 +49,12 @@ def cuts_for(model: Model, tuning: bool | str | os.PathLike[str] | None) -> Cuts
             return None
         why = f"applies to the fused kernels of a CUDA GPU, which cannot run this model in {model.dtype} on {model.device}"
         raise InvalidRequestError(f"tuning={plain(tuning)!r} {why}: leave tuning out")
+    if not alike(model.params):
+        if tuning is None:
+            return None
+        raise InvalidRequestError(
+            f"tuning={plain(tuning)!r} serves layers that are quantised alike, unlike those of {model.name}: leave it out"
+        )
     try:
         path = _cached(model) if tuning is None or tuning is True else _given(tuning)
         if path is None and tuning is None:

@@ -9,7 +9,7 @@ import torch
 from immutables import Map
 
 from nanovllm.config import ModelConfig
-from nanovllm.models.common.params import Params
+from nanovllm.models.common.params import Layer, Params
 from nanovllm.models.registry import REGISTRY
 from nanovllm.ops.linear.norm_linear import FEW, fits, goes_wide
 from nanovllm.ops.linear.quantised import GPU_CODES, QuantisedMatrix
@@ -93,6 +93,16 @@ def codes_of(params: Params[Tensor]) -> Map[str, Codes]:
     """How the matrices of a layer and the head are quantised, by the name of the kernel. Matrices that are not quantised are left out."""
     each = {**{part: getattr(params.layers[0], part) for part in PRODUCTS}, "head": params.head}
     return Map({part: Codes.of(matrix) for part, matrix in each.items() if isinstance(matrix, QuantisedMatrix)})
+
+
+def alike(params: Params[Tensor]) -> bool:
+    """Whether all layers are quantised as the first one is. Tile configurations are measured for its matrices and serve all layers."""
+
+    def forms(layer: Layer[Tensor]) -> tuple[Codes | None, ...]:
+        each = (getattr(layer, part) for part in PRODUCTS)
+        return tuple(Codes.of(matrix) if isinstance(matrix, QuantisedMatrix) else None for matrix in each)
+
+    return len({forms(layer) for layer in params.layers}) <= 1
 
 
 def works(config: ModelConfig, rows: int, machine: Machine, codes: Mapping[str, Codes] = Map()) -> Iterator[Work]:

@@ -105,7 +105,8 @@ def _split_product(
     other = tl.zeros([KS, BN, BP], tl.float32)
     for at in tl.range(0, OWN, D, num_stages=STAGES):
         column = tl.multiple_of(at // SPAN * 128 + at % SPAN, D)
-        after = first + tl.minimum((at + D) // SPAN * 128 + (at + D) % SPAN, OWN * FIELDS - 1)
+        later = tl.minimum(at + D, OWN - D)  # after the last step there is none: its own scales are read again
+        after = first + (later // SPAN * 128 + later % SPAN)
         next_scale, next_up = (), ()
         if EACH:
             next_scale = _factors(scales, scale_row, after, NIBBLES, FORM, GROUP, GROUPS, UNIT)

@@ -24,7 +24,7 @@ def _round_rows(x, codes, scales, K, WIDTH: tl.constexpr, WHOLE: tl.constexpr):
     largest = tl.max(tl.abs(numbers), 0)
     scale = tl.where(largest > 0, tl.div_rn(largest, LARGEST), 1.0)
     rounded = tl.div_rn(numbers, tl.zeros_like(numbers) + scale)
-    rounded = tl.minimum(tl.maximum(rounded, -LARGEST), LARGEST)
+    rounded = tl.clamp(rounded, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)  # a NaN stays one, as in torch
     tl.store(codes + row * WIDTH + place, rounded.to(tl.float8e4nv), mask=place < WIDTH)
     tl.store(scales + row, scale)
 

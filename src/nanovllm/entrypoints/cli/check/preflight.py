@@ -19,7 +19,7 @@ from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.executor.kv_budget import GRAPHS
 from nanovllm.loading.hub import read_json, require_whole, resolve_folder
 from nanovllm.loading.load_model import read_config, read_generation_config, require_vocabulary, resolve_dtype, with_ends
-from nanovllm.loading.quantisation.activations import require_fp8_products
+from nanovllm.loading.quantisation.activations import require_fp8_products, require_fp8_weights
 from nanovllm.loading.quantisation.config import Quantisation, read_quantisation
 from nanovllm.loading.quantisation.rounding import Rounding, quantisable, require_rounding
 from nanovllm.loading.quantisation.stored import StoredMatrices, module_of, stored_matrices
@@ -150,7 +150,8 @@ def outlook(
         trust_remote_code: Whether code of the checkpoint may run, if its architecture is known to nobody else.
         quantization: How matrices are rounded while they are loaded; None: they are not.
         quantize_head: Whether the output matrix is rounded, too.
-        fp8_activations: Whether long prompts round activations to FP8. It is a problem where nothing multiplies FP8.
+        fp8_activations: Whether long prompts round activations to FP8. It is a problem where nothing multiplies FP8, or no weights are
+            in FP8.
         kv_dtype: The dtype of keys and values, as in `init_state`.
         **where: Further arguments of `resolve_folder`.
 
@@ -163,7 +164,7 @@ def outlook(
         spec, config = REGISTRY[shapes[name].architecture], shapes[name]
         called = f"{name} (random weights)"
         found = _outlook(called, None, False, spec, config, device, dtype, memory_fraction, max_model_len, rounding, kv_dtype)
-        return _with_products(found, device, fp8_activations)
+        return _with_products(found, device, rounding, False, fp8_activations)
     folder, called = resolve_folder(name, with_code=trust_remote_code, **where)
     hf: dict[str, Any] = {}
     try:
@@ -180,13 +181,16 @@ def outlook(
         )  # fmt: skip
     code = bool(hf.get("auto_map"))
     found = _outlook(called, folder, code, spec, config, device, dtype, memory_fraction, max_model_len, rounding, kv_dtype)
-    return _with_products(found, device, fp8_activations)
+    stored = read_quantisation(hf, folder) is not None
+    return _with_products(found, device, rounding, stored, fp8_activations)
 
 
-def _with_products(found: Outlook, device: torch.device, fp8_activations: bool) -> Outlook:
-    """Add a problem if activations are to be rounded to FP8 where nothing multiplies FP8."""
+def _with_products(found: Outlook, device: torch.device, rounding: Rounding | None, stored: bool, fp8_activations: bool) -> Outlook:
+    """Add a problem if activations are to be rounded to FP8 where nothing multiplies FP8, or where no weights are in FP8."""
     try:
         require_fp8_products(fp8_activations, device, dtype_of(found.dtype or "float32"))
+        if fp8_activations:
+            require_fp8_weights(rounding, stored=stored)
     except InvalidRequestError as error:
         return replace(found, problems=(*found.problems, str(error)))
     return found

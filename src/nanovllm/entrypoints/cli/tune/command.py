@@ -27,7 +27,7 @@ from nanovllm.models.fast.cuts import StepCuts
 from nanovllm.models.model import Model
 from nanovllm.models.tuning.choose import machine_of
 from nanovllm.models.tuning.file import default_path, key_of, read_run, write_cuts
-from nanovllm.models.tuning.launches import Machine, codes_of
+from nanovllm.models.tuning.launches import Machine, alike, codes_of
 
 BATCHES = tuple(batch_sizes(256))  # the batch sizes that an engine captures graphs for by default
 NEEDS = "a CUDA GPU of compute capability 8.0 or newer, Triton, and a model in bfloat16 or float16 without biases of gate and up"
@@ -72,6 +72,8 @@ def main(options: argparse.Namespace) -> int:
     model, _ = find_model(options)
     if model.config.moe is not None or not fused.serves(model.params, model.config):
         raise InvalidRequestError(f"tune needs {NEEDS}; {model.name} in {model.dtype} on {device} cannot be tuned")
+    if not alike(model.params):
+        raise InvalidRequestError(f"tune needs layers that are quantised alike, unlike those of {model.name}")
     key, machine = key_of(model), machine_of(model)
     path = options.output or _place(key)
     require_output(path, replaced=True)  # before minutes of measuring
