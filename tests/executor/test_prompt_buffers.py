@@ -5,13 +5,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 import nanovllm as nv
 from nanovllm.config import EngineConfig
+from nanovllm.executor import prompt_graphs
 from nanovllm.executor.batch import HostBatch, sample_prompts, to_device
 from nanovllm.executor.prompt_buffers import PromptBuffers, PromptKind, prompt_tables
 from nanovllm.executor.prompt_graphs import prompt_kinds
+from nanovllm.loading.quantisation.rounding import Rounding, rounded_params
 from nanovllm.models import registry
+from nanovllm.ops.linear.quantise import KINDS
 from nanovllm.state.kv_cache import init_kv
 from nanovllm.state.pool_sizes import dummies
 from nanovllm.testing.models import random_model, tiny_config
@@ -78,6 +82,16 @@ def test_the_sizes_of_graphs_fit_the_model_and_the_engine() -> None:
     assert cut[-1] == PromptKind(tokens=640, rows=256)  # the largest graph also serves many prompts
     assert {kind.rows for kind in prompt_kinds(model, replace(LIMITS, max_num_batched_tokens=300, max_num_seqs=3))} == {3}
     assert prompt_kinds(model, replace(LIMITS, max_num_batched_tokens=100)) == []
+
+
+def test_quantised_weights_are_counted_as_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as the elements that hold their codes: prompts multiply with them."""
+    model = random_model(tiny_config())
+    weights = sum(weight.numel() for weight in pytree.tree_leaves(model.params.layers))
+    monkeypatch.setattr(prompt_graphs, "MOST_FLOPS", 2 * 640 * weights)
+    limits = replace(LIMITS, max_num_batched_tokens=4096)
+    for each in (model, *(replace(model, params=rounded_params(model.params, Rounding(kind=kind))) for kind in KINDS)):
+        assert prompt_kinds(each, limits)[-1].tokens == 640
 
 
 @pytest.mark.parametrize("max_model_len", [1, 2, 3, 4, 5, 64])

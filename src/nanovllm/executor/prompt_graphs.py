@@ -3,6 +3,7 @@
 A step's prompts are filled into static buffers, with padding up to the tokens of the graph. Sampling is not part of the graph.
 """
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
@@ -18,6 +19,7 @@ from nanovllm.executor.prompt_buffers import PromptBuffers, PromptKind, prompt_t
 from nanovllm.models.common.params import Params
 from nanovllm.models.fast.choice import FastChoice
 from nanovllm.models.model import Model
+from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.state.kv_cache import KVState, same_memory
 from nanovllm.types import Float, Tensor
 
@@ -42,7 +44,8 @@ def captures_prompts(model: Model, choice: FastChoice | None) -> bool:
 
 def prompt_kinds(model: Model, limits: EngineConfig) -> list[PromptKind]:
     """The kinds that get a graph, ascending."""
-    weights = sum(weight.numel() for weight in pytree.tree_leaves(model.params.layers) if isinstance(weight, Tensor))
+    leaves = pytree.tree_leaves(model.params.layers, is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix))
+    weights = sum(math.prod(weight.shape) for weight in leaves if isinstance(weight, Tensor | QuantisedMatrix))
     most = min(limits.max_num_batched_tokens, int(MOST_FLOPS / (2 * weights)))
     few, wide = min(FEW_ROWS, limits.max_num_seqs), limits.max_num_seqs
     sizes = [size for size in SIZES if size <= most and limits.max_model_len > 1]

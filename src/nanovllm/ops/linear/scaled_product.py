@@ -6,7 +6,7 @@ row of activations gets its own scale, from its largest magnitude. So the result
 
 import torch
 
-from nanovllm.ops.backends import capability
+from nanovllm.ops.backends import against_own_kernels, capability
 from nanovllm.ops.linear.quantise import LARGEST_FP8
 from nanovllm.ops.linear.quantised import QuantisedMatrix, spread
 from nanovllm.types import Float, Tensor
@@ -29,6 +29,8 @@ def against_device(device: torch.device, dtype: torch.dtype) -> str:
     """Return the reason why a device has no such products, or an empty string if it has."""
     if device.type != "cuda":
         return f"the device is {device}"
+    if why := against_own_kernels(device, dtype):
+        return why
     if capability(device) < (8, 9):
         return f"the GPU has compute capability {'.'.join(map(str, capability(device)))}, not 8.9 or more"
     return "" if dtype == torch.bfloat16 else f"the dtype is {str(dtype).removeprefix('torch.')}, not bfloat16"

@@ -444,7 +444,10 @@ def test_bench_rounds_weights_and_says_so(monkeypatch: pytest.MonkeyPatch, tmp_p
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        (["--peer", "transformers", "--quantization", "fp8"], "runs weights that are not rounded; omit --quantization or --peer"),
+        (
+            ["--peer", "transformers", "--quantization", "fp8"],
+            "runs weights that are not rounded; omit --quantization and --fp8-activations, or --peer",
+        ),
         (["--peer", "nobody"], "unknown peer 'nobody'; choose from transformers: measure other engines with their own programs"),
         (["--plot", "bench.png"], "ends with .svg"),
         (["--output", "bench.svg"], "ends with .json"),
