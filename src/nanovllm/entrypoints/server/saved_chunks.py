@@ -154,7 +154,7 @@ def read(path: Path, name: str, model: Model) -> tuple[Head, Tensor]:
         ChunkMismatchError: The file is of another model.
         ChunkFileError: The file cannot be read, or was changed.
     """
-    with opened(path, name) as fd:
+    with opened(path, f"the chunk {name!r}") as fd:
         head = chunk_file.decode(model, fd, Path(name))
         chunk_file.require_model(head, model, Path(name))
         whole = blocks.read_whole(fd, head, Path(name))
@@ -163,8 +163,8 @@ def read(path: Path, name: str, model: Model) -> tuple[Head, Tensor]:
 
 
 @contextmanager
-def opened(path: Path, name: str) -> Iterator[int]:
-    """A chunk's file, open for reading. Links are not followed.
+def opened(path: Path, owner: str) -> Iterator[int]:
+    """The file of a chunk, open for reading. Links are not followed. Errors call the chunk `owner`.
 
     Raises:
         UnknownChunkError: There is no file.
@@ -173,9 +173,9 @@ def opened(path: Path, name: str) -> Iterator[int]:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
-        raise UnknownChunkError(f"there is no file of the chunk {name!r}") from None
+        raise UnknownChunkError(f"there is no file of {owner}") from None
     except OSError as error:
-        raise ChunkFileError(f"the file of the chunk {name!r} could not be opened: {error.strerror or error}") from error
+        raise ChunkFileError(f"the file of {owner} could not be opened: {error.strerror or error}") from error
     try:
         yield fd
     finally:

@@ -17,13 +17,13 @@ from nanovllm.chunks.storage import file as chunk_file
 from nanovllm.chunks.storage import format as chunk_format
 from nanovllm.entrypoints.server.errors import api_error
 from nanovllm.entrypoints.server.saved_chunks import SUFFIX, name_of, opened
-from nanovllm.errors import ChunkFileError, ChunkMismatchError, UnknownChunkError
+from nanovllm.errors import ChunkFileError, UnknownChunkError
 from nanovllm.models.model import Model
 
 MOST_LISTED = 1024
 SECONDS = 1.0  # in which the folder and the headers are read; what is left then is not listed
 FILE = re.compile(rf"[0-9a-f]{{64}}{re.escape(SUFFIX)}")
-NAMELESS = "a file whose name is not known"
+NAMELESS = "a chunk whose name is not known"
 
 
 def listed(folder: Path, model: Model, kv_dtype: torch.dtype) -> dict[str, Any]:
@@ -74,12 +74,12 @@ def _described(path: Path, size: int, saved: int, model: Model, kv_dtype: torch.
     name, tokens, problem = name_of(path), None, None
     shown = Path(name or NAMELESS)
     try:
-        with opened(path, str(shown)) as fd:
+        with opened(path, NAMELESS if name is None else f"the chunk {name!r}") as fd:
             outline = chunk_format.outline(fd, shown)
         tokens = outline.shape[1]
         chunk_file.require_outline(outline, model, kv_dtype, shown)
     except UnknownChunkError:
         return None
-    except (ChunkFileError, ChunkMismatchError) as error:
+    except ChunkFileError as error:  # also of another model
         problem = {"code": api_error(error).code, "message": str(error)}
     return {"object": "chunk.file", "name": name, "tokens": tokens, "bytes": size, "saved": saved, "error": problem}
