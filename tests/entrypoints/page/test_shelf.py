@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from nanovllm.entrypoints.server.saved_chunks import path_of
 from nanovllm.entrypoints.server.settings import Settings
 from tests.entrypoints.page.window import Window, watch
 from tests.entrypoints.server.live import Live
@@ -99,10 +100,43 @@ def test_chunks_are_saved_loaded_and_deleted(window: Window, live: Live) -> None
     page.get_by_role("button", name="Delete king").click()
     window.until("document.querySelectorAll('#chunk-list li').length === 0")
     assert live.get("/v1/chunks").json()["data"] == [] and row(window) == ["king (not on the server)"]
-    page.fill("#chunk-name", "king")
-    page.click("#chunk-load")
+    page.get_by_role("button", name="Load king").click()
     page.locator("#chunk-list [data-name=king]").wait_for()
     assert row(window) == ["king"]
+
+
+def test_saved_files_are_listed_loaded_and_deleted(window: Window, live: Live) -> None:
+    page, files = window.page, window.page.locator("#saved-list li")
+    for name in ("king", "broken", "chat-" + "0" * 24):
+        assert live.post("/v1/chunks", {"name": name, "text": FACTS["king"]}).status == 200
+        assert live.post(f"/v1/chunks/{name}/save", {}).status == 200
+    broken = path_of(live.engine.named.limits, "", "broken")
+    broken.write_bytes(broken.read_bytes()[:-1])
+    page.click("#chunks")
+    king, damaged = (page.locator(f"#saved-list [data-name={name}]") for name in ("king", "broken"))
+    king.wait_for()
+    assert files.count() == 2 and (page.locator("#saved-room").text_content() or "") == "3 of 256 files, 1 of them of chats"
+    assert "11 tokens · 88.9 KiB" in (king.text_content() or "") and page.get_by_role("button", name="Load king").is_disabled()
+    assert "broken: truncated" in (damaged.locator(".error").text_content() or "")
+    assert damaged.get_by_role("button").all_text_contents() == ["Delete"]
+    page.get_by_role("button", name="Delete king").click()
+    page.get_by_role("button", name="Load king").click()
+    page.locator("#chunk-list [data-name=king]").wait_for()
+    for name in ("broken", "king"):
+        page.get_by_role("button", name=f"Delete the file of {name}").click()
+        page.locator(f"#saved-list [data-name={name}]").wait_for(state="detached")
+    assert [file["name"] for file in live.get("/v1/saved_chunks").json()["data"]] == ["chat-" + "0" * 24]
+    assert "king" in [chunk["name"] for chunk in live.get("/v1/chunks").json()["data"]]
+
+
+def test_a_server_without_a_folder_says_nothing_of_files(browser: Any) -> None:
+    context = browser.new_context()
+    with Live() as server, watch(context, f"http://127.0.0.1:{server.port}/") as window:
+        window.page.click("#chunks")
+        make(window, "king")
+        assert window.page.locator("#saved").is_hidden() and window.page.get_by_role("button", name="Save king").count() == 0
+        assert not [url for url in window.requests if "saved_chunks" in url]
+    context.close()
 
 
 def test_what_goes_wrong_is_said(window: Window) -> None:
@@ -122,6 +156,8 @@ def test_axe_finds_no_serious_fault(window: Window) -> None:
     window.page.click("#chunks")
     make(window, "king")
     window.page.get_by_role("button", name="Use king").click()
+    window.page.get_by_role("button", name="Save king").click()
+    window.page.locator("#saved-list [data-name=king]").wait_for()
     found = axe.Axe().run(window.page).response["violations"]
     assert [(one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")] == []
 

@@ -81,7 +81,7 @@ def test_a_chunk_is_made_listed_and_deleted(served: Live) -> None:
     assert king["usage"]["prompt_tokens"] == 11 and king["usage"]["completion_tokens"] == 0
     assert served.get("/v1/chunks/king").json() == {key: value for key, value in king.items() if key != "usage"}
     assert [chunk["name"] for chunk in served.get("/v1/chunks").json()["data"]] == ["king"]
-    assert served.get("/chunks").json()["limits"] == {"chunks": 12, "pages": 128, "page_size": 16}
+    assert served.get("/chunks").json()["limits"] == {"chunks": 12, "files": 12, "pages": 128, "page_size": 16}
     assert served.call("DELETE", "/v1/chunks/king").json()["deleted"] is True
     assert code_of(served.get("/v1/chunks/king")) == (404, "chunk_not_found")
     assert code_of(served.call("DELETE", "/v1/chunks/king")) == (404, "chunk_not_found")

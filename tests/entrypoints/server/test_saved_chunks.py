@@ -70,7 +70,7 @@ def code_of(answer: Answer) -> tuple[int, str | None]:
 
 def files(live: Live) -> list[Path]:
     assert live.settings.chunk_dir is not None
-    return [path for path in live.settings.chunk_dir.rglob("*") if path.is_file() and path.suffix != ".name"]
+    return [path for path in live.settings.chunk_dir.rglob("*") if path.is_file() and path.suffix not in (".name", ".label")]
 
 
 def test_replies_go_on_while_a_file_is_written_and_read(served: Live, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import { call } from "./api.js";
 import { byId, el } from "./dom.js";
 import { idOf } from "./kept.js";
+import { amount } from "./units.js";
 
 const KINDS = {
   chunks: "chunks", both: "chunks and requests", requests: "requests", others: "chunks and requests of other keys",
@@ -100,11 +101,4 @@ function line({ level, pages, text, looks }) {
   const made = el("li", { title: pages ? `pages ${pages}` : null }, strip, text);
   made.style.marginInlineStart = `${level}rem`;
   return made;
-}
-
-function amount(bytes) {
-  const units = ["bytes", "KiB", "MiB", "GiB", "TiB"];
-  let at = 0;
-  for (; bytes >= 1024 && at < units.length - 1; at++) bytes /= 1024;
-  return `${Number(bytes.toFixed(1))} ${units[at]}`;
 }

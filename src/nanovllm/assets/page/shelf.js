@@ -3,6 +3,7 @@
 import { call } from "./api.js";
 import { button, byId, el } from "./dom.js";
 import { idOf } from "./kept.js";
+import { Saved } from "./saved.js";
 
 const KIND = "application/x-nanovllm-chunk"; // what is dragged
 const MOST_BYTES = 8 << 20; // of a file that becomes a chunk
@@ -13,8 +14,9 @@ export class Shelf {
     Object.assign(this, { used, use, said });
     this.chunks = new Map();
     this.panel = byId("shelf");
+    this.files = 0; // how many the server allows
+    this.saved = new Saved({ act: this.act, doing: (run) => this.doing(run) });
     byId("chunk-make").addEventListener("click", () => this.doing(() => this.make(byId("chunk-name").value.trim(), byId("chunk-text").value)));
-    byId("chunk-load").addEventListener("click", () => this.doing(() => this.act("POST", byId("chunk-name").value.trim(), "/load", {})));
     byId("chunk-file").addEventListener("change", ({ target }) => this.doing(() => this.file(target.files[0])));
     this.panel.addEventListener("dragover", (event) => event.preventDefault());
     this.panel.addEventListener("drop", (event) => {
@@ -75,13 +77,16 @@ export class Shelf {
     try {
       const found = await (await call("v1/chunks")).json();
       this.chunks = new Map(found.data.map((chunk) => [chunk.name, chunk]));
-      const { pages, chunks } = found.limits, chats = found.data.filter(({ name }) => idOf(name)).length;
+      const { pages, chunks, files } = found.limits, chats = found.data.filter(({ name }) => idOf(name)).length;
       const of = chats ? `, ${chats} of them of chats` : "";
       byId("shelf-room").textContent = `${found.data.length} of ${chunks} chunks${of}, ${found.pages} of ${pages} pages of ${found.limits.page_size} tokens`;
+      this.files = files;
+      this.draw();
+      await this.saved.refresh(files, this.chunks);
     } catch (error) {
       this.said(error.message);
+      this.draw();
     }
-    this.draw();
   }
 
   draw() {
@@ -99,7 +104,7 @@ export class Shelf {
     const told = el("span", { class: "told" }, `${tokens} tokens · ${pages} ${pages === 1 ? "page" : "pages"} · ${exact ? "exact" : "approximate"}`);
     const buttons = [
       button("Use", () => this.put(name, -1), { "aria-label": `Use ${name}` }),
-      button("Save", () => this.doing(() => this.act("POST", name, "/save", {})), { "aria-label": `Save ${name} to a file` }),
+      ...(this.files ? [button("Save", () => this.doing(() => this.act("POST", name, "/save", {})), { "aria-label": `Save ${name} to a file` })] : []),
       button("Delete", () => this.doing(() => this.act("DELETE", name)), { "aria-label": `Delete ${name}` }),
     ];
     return this.dragged(el("li", { "data-name": name }, el("strong", {}, name), told, el("span", {}, ...buttons)), name);

@@ -21,7 +21,7 @@ from nanovllm.chunks.prefill import plain_request
 from nanovllm.chunks.storage import blocks
 from nanovllm.chunks.storage import format as chunk_format
 from nanovllm.chunks.storage.blocks import Windows
-from nanovllm.chunks.storage.format import Head
+from nanovllm.chunks.storage.format import Head, Outline
 from nanovllm.config import RopeConfig
 from nanovllm.engine.donation import commit_state, enter, enter_with, guarded, require_live
 from nanovllm.engine.requests import capacity
@@ -238,9 +238,18 @@ def decode(model: Model, fd: int, path: Path) -> Head:
         ChunkMismatchError: The model's fingerprint differs.
         ChunkFileError: The file is not a valid chunk file, or its shape differs from the model's.
     """
-    config = model.config
-    most = (config.num_layers, config.max_position_embeddings, 2, config.num_kv_heads, config.head_dim)
-    return chunk_format.decode(fd, path, model.fingerprint, most)
+    return chunk_format.decode(fd, path, model.fingerprint, _most(model))
+
+
+def require_outline(outline: Outline, model: Model, kv_dtype: torch.dtype, path: Path) -> None:
+    """Require the header of a file that an engine can load, as far as a header tells.
+
+    Raises:
+        ChunkMismatchError: The file is of another model, or its dtype is not that of the engine's KV.
+        ChunkFileError: Its shape differs from the model's, or its metadata is wrong.
+    """
+    chunk_format.require_fit(outline, path, model.fingerprint, _most(model), _rope(model.config.rope))
+    _require_same_dtype(outline.dtype, kv_dtype, path)
 
 
 def require_model(head: Head, model: Model, path: Path) -> None:
@@ -266,9 +275,19 @@ def require_kv_dtype(head: Head, state: EngineState, path: Path) -> None:
     Raises:
         ChunkMismatchError: The dtype differs. KV is never converted: its provenance would no longer be true.
     """
-    if head.dtype != (own := state.kv.pools[0].dtype):
-        asked = "kv_dtype='fp8'" if head.dtype == FP8 else "kv_dtype=None"
-        raise ChunkMismatchError(f"{path}: its KV is {head.dtype}, but this engine's is {own}: load it in an engine with {asked}")
+    _require_same_dtype(head.dtype, state.kv.pools[0].dtype, path)
+
+
+def _require_same_dtype(dtype: torch.dtype, own: torch.dtype, path: Path) -> None:
+    if dtype != own:
+        asked = "kv_dtype='fp8'" if dtype == FP8 else "kv_dtype=None"
+        raise ChunkMismatchError(f"{path}: its KV is {dtype}, but this engine's is {own}: load it in an engine with {asked}")
+
+
+def _most(model: Model) -> tuple[int, ...]:
+    """The shape `[L, T, 2, K, D]` of the KV of the longest chunk."""
+    config = model.config
+    return config.num_layers, config.max_position_embeddings, 2, config.num_kv_heads, config.head_dim
 
 
 def _rope(rope: RopeConfig) -> dict[str, Any]:

@@ -15,7 +15,8 @@ import math
 import os
 import reprlib
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -98,6 +99,33 @@ class Head:
         return tuple((int(start), int(offsets[start])) for start in starts)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Outline:
+    """What the safetensors header of a chunk file says, before anything after it is read.
+
+    Attributes:
+        metadata: The metadata, whose entries are not checked yet but for the format and its version.
+        dtype: The KV's dtype.
+        shape: The KV's shape, as in `Head`.
+        header_len: Bytes of the JSON header.
+    """
+
+    metadata: Mapping[str, Any]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    header_len: int
+
+    @property
+    def num_before(self) -> int:
+        """Bytes before the KV."""
+        return 8 + self.header_len + 8 * self.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """The size that the file must have."""
+        return self.num_before + math.prod(self.shape) * self.dtype.itemsize
+
+
 def encode(head: Head) -> bytes:
     """All bytes before the KV."""
     count, place, header = len(head.tokens), 0, {}
@@ -142,8 +170,46 @@ def decode(fd: int, path: Path, fingerprint: str, most: tuple[int, ...]) -> Head
         ChunkMismatchError: The file is of another model.
         ChunkFileError: The file cannot be read, is not a valid chunk file, or has another shape.
     """
-    try:
+    with _refusing(path):
         return _decode(fd, fingerprint, most)
+
+
+def outline(fd: int, path: Path) -> Outline:
+    """Read the safetensors header of an open file and nothing else, and compare what it claims with the size of the file.
+
+    Args:
+        fd: The file.
+        path: Its name, for errors.
+
+    Raises:
+        ChunkFileError: The file cannot be read, is not a chunk file, or has another size.
+    """
+    with _refusing(path):
+        return _outline(fd)
+
+
+def require_fit(outline: Outline, path: Path, fingerprint: str, most: tuple[int, ...], rope: Mapping[str, Any]) -> None:
+    """Require a header of KV of a model. The arguments are those of `decode`, and the fields of the model's `RopeConfig`.
+
+    Raises:
+        ChunkMismatchError: The file is of another model, or its keys were rotated in another way.
+        ChunkFileError: It has another shape, or its metadata is wrong.
+    """
+    with _refusing(path):
+        _require_fit(outline, fingerprint, most)
+        try:
+            own = dict(json.loads(outline.metadata["rope"]))
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise _RefusedError(f"its metadata is not that of a chunk: {error!r}") from error
+        if own != rope:
+            raise _OtherModelError(f"its keys were rotated by {reprlib.repr(own)}, but the model rotates by {dict(rope)}")
+
+
+@contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """Turn what is wrong with a file into errors that have its name."""
+    try:
+        yield
     except (OSError, EOFError) as error:
         raise ChunkFileError(f"{path}: could not be read: {error}") from error
     except _OtherModelError as error:
@@ -160,7 +226,7 @@ class _OtherModelError(_RefusedError):
     """The file is of another model."""
 
 
-def _decode(fd: int, fingerprint: str, most: tuple[int, ...]) -> Head:
+def _outline(fd: int) -> Outline:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         raise _RefusedError("not a regular file")
@@ -181,18 +247,28 @@ def _decode(fd: int, fingerprint: str, most: tuple[int, ...]) -> Head:
     if metadata.get("version") != VERSION:
         raise _RefusedError(f"its format version is {reprlib.repr(metadata.get('version'))}; this package reads version {VERSION!r}")
     dtype, shape = _kv_layout(header.get("kv"))
-    most = (*most[:-1], stored_width(most[-1], dtype))
-    before = 8 + length + 8 * shape[1]
-    whole = before + math.prod(shape) * dtype.itemsize
-    if whole != status.st_size:
+    found = Outline(metadata=metadata, dtype=dtype, shape=shape, header_len=length)
+    if (whole := found.num_bytes) != status.st_size:
         raise _RefusedError(
             f"{'truncated' if status.st_size < whole else 'too long'}: it has {status.st_size} bytes, but its header claims {whole}"
         )
-    if metadata.get("fingerprint") != fingerprint:
-        raise _OtherModelError(f"KV of another model: its fingerprint is {reprlib.repr(metadata.get('fingerprint'))}, not {fingerprint!r}")
+    return found
+
+
+def _require_fit(outline: Outline, fingerprint: str, most: tuple[int, ...]) -> None:
+    shape, own = outline.shape, outline.metadata.get("fingerprint")
+    if own != fingerprint:
+        raise _OtherModelError(f"KV of another model: its fingerprint is {reprlib.repr(own)}, not {fingerprint!r}")
+    most = (*most[:-1], stored_width(most[-1], outline.dtype))
     if shape[1] > most[1] or (shape[0], *shape[2:]) != (most[0], *most[2:]):
         raise _RefusedError(f"its kv has shape {list(shape)}, but the model needs {list(most)}, with {most[1]} tokens or fewer")
-    stored = 512 * status.st_blocks  # a file that was copied with holes for its zeros has more than half of its bytes
+
+
+def _decode(fd: int, fingerprint: str, most: tuple[int, ...]) -> Head:
+    found = _outline(fd)
+    _require_fit(found, fingerprint, most)
+    metadata, shape, before, whole = found.metadata, found.shape, found.num_before, found.num_bytes
+    stored = 512 * os.fstat(fd).st_blocks  # a file that was copied with holes for its zeros has more than half of its bytes
     if 2 * stored < whole and _first_hole(fd) < whole:
         raise _RefusedError(f"sparse: its header claims {whole} bytes, but only {stored} are stored")
     raw = _read(fd, before, 0)
@@ -201,11 +277,11 @@ def _decode(fd: int, fingerprint: str, most: tuple[int, ...]) -> Head:
     digest = hashlib.sha256(zeroed).hexdigest()
     if digest != given:
         raise _RefusedError(f"its head was changed: SHA-256 is {digest}, but the file says {given!r}")
-    arrays = np.frombuffer(raw, "<i4", offset=8 + length).astype(np.int32)
+    arrays = np.frombuffer(raw, "<i4", offset=8 + found.header_len).astype(np.int32)
     try:
         head = Head(
             fingerprint=metadata["fingerprint"],
-            dtype=dtype,
+            dtype=found.dtype,
             shape=shape,
             page_size=int(metadata["page_size"]),
             rope=MappingProxyType(dict(json.loads(metadata["rope"]))),

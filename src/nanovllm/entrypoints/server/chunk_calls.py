@@ -22,6 +22,7 @@ from nanovllm.chunks.thinking import think_spans
 from nanovllm.entrypoints.server import saved_chunks
 from nanovllm.entrypoints.server.held import Held
 from nanovllm.entrypoints.server.named_chunks import Named, count_pages, deleted, settled
+from nanovllm.entrypoints.server.saved_list import listed
 from nanovllm.entrypoints.server.side_thread import Between, Later
 from nanovllm.entrypoints.server.wire import Keep
 from nanovllm.errors import ChunkFileError, EngineDeadError, InvalidRequestError, NanoVLLMError, OutOfPagesError
@@ -48,7 +49,8 @@ def chunks(held: Held, *, space: str) -> tuple[Held, dict[str, Any]]:
     named, found = held.named, held.named.space(space)
     listed = [described(name, found[name]) for name in sorted(found)]
     used = count_pages(held.state, named.chunks(space))
-    limits = {"chunks": named.limits.most, "pages": named.most_pages(held.state), "page_size": held.state.config.page_size}
+    most, pages, size = named.limits.most, named.most_pages(held.state), held.state.config.page_size
+    limits = {"chunks": most, "files": most if named.limits.folder is not None else 0, "pages": pages, "page_size": size}
     return held, {"object": "list", "data": listed, "pages": used, "limits": limits}
 
 
@@ -155,10 +157,28 @@ def load_saved(held: Held, *, space: str, name: str, replaced: bool, namespace: 
     return held, Later(work=lambda _: saved_chunks.read(path, name, held.model), end=end)
 
 
-def delete_saved(held: Held, *, space: str, name: str) -> tuple[Held, None]:
-    """Delete the file of a name."""
-    saved_chunks.delete(saved_chunks.path_of(held.named.limits, space, name), name)
-    return held, None
+def delete_saved(held: Held, *, space: str, name: str) -> tuple[Held, Later]:
+    """Delete the file of a name, while steps run."""
+    path = saved_chunks.path_of(held.named.limits, space, name)
+
+    def end(held: Held, found: Any) -> tuple[Held, Any]:
+        if isinstance(found, Exception):
+            return held, _told(found, f"the file of the chunk {name!r} could not be deleted")
+        if not path.exists():  # not saved once more meanwhile
+            saved_chunks.unmark(held.named.limits, space, name)
+        return held, None
+
+    return held, Later(work=lambda _: saved_chunks.delete(path, name), end=end, short=True)
+
+
+def list_saved(held: Held, *, space: str) -> tuple[Held, Later]:
+    """The files of a namespace, whose headers are read while steps run."""
+    folder, kv_dtype = saved_chunks.path_of(held.named.limits, space, "").parent, held.state.kv.pools[0].dtype
+
+    def end(held: Held, found: Any) -> tuple[Held, Any]:
+        return held, _told(found, "the chunk files could not be listed") if isinstance(found, Exception) else found
+
+    return held, Later(work=lambda _: listed(folder, held.model, kv_dtype), end=end, short=True)
 
 
 def load_marked(held: Held) -> tuple[Held, list[str]]:
@@ -272,5 +292,6 @@ CALLS: Mapping[str, Callable[..., tuple[Held, Any]]] = MappingProxyType(
         "save_chunk": save,
         "load_chunk": load_saved,
         "delete_saved": delete_saved,
+        "list_saved": list_saved,
     }
 )

@@ -1,7 +1,7 @@
 """The engine's side of the socket: requests of front ends come in, and what a step gives goes out, between two steps.
 
-One thread does all but write and read files and compile grammars. While requests run it looks at the sockets once a step, without waiting.
-A front end that reads nothing while much waits for it is cut off, with its requests: it may have been stopped.
+One thread does all but write, read, list and delete files and compile grammars. While requests run it looks at the sockets once a step,
+without waiting. A front end that reads nothing while much waits for it is cut off, with its requests: it may have been stopped.
 """
 
 import selectors
@@ -57,6 +57,7 @@ from nanovllm.state.kv_cache import pages_for
 
 READ = 1 << 18
 MOST_FILES = 32  # chunks that are being saved or loaded
+MOST_LOOKS = 32  # lists and deletions of chunk files
 MOST_COMPILED = 256  # requests whose grammars are being compiled
 MOST_KNOWN = 64  # sampling options, and grammars, that are kept for further requests
 GATHER_SECONDS = 0.004  # that the first of several requests waits for the others, at most
@@ -109,7 +110,8 @@ class EngineLoop:
         self._num_later = 0  # requests that came after those, until the next time that there is nothing to do
         self._files = SideThread("engine-files", MOST_FILES, "{most} chunks are being saved or loaded: try again later")
         self._grammars = SideThread("engine-grammars", MOST_COMPILED, "{most} requests wait for their grammars: try again later")
-        for beside in (self._files, self._grammars):
+        self._folders = SideThread("engine-folders", MOST_LOOKS, "{most} calls wait that list or delete chunk files: try again later")
+        for beside in (self._files, self._grammars, self._folders):
             self._selector.register(beside.woken, selectors.EVENT_READ, beside.woken)
         self._ended = False
 
@@ -139,12 +141,13 @@ class EngineLoop:
         try:
             while not self._ended:
                 idle = not (self.state.running or self.state.waiting)
-                self._look(None if idle and not self._files.waits and not self._grammars.waits else 0.0)
+                self._look(None if idle and not (self._files.waits or self._folders.waits or self._grammars.waits) else 0.0)
                 self._turn(self._grammars)
                 if idle and self.state.waiting:
                     self._gather()
                 elif self._num_first:
                     self._together, self._num_first = self._num_first + self._num_later, 0
+                self._turn(self._folders)
                 self._turn(self._files)
                 self._flush()
                 if self.state.running or self.state.waiting:
@@ -196,6 +199,7 @@ class EngineLoop:
     def close(self) -> None:
         """Give up files that are open, and close all sockets."""
         self._files.close()
+        self._folders.close()
         self._grammars.close()
         for key in [*self._selector.get_map().values()]:
             key.fileobj.close()  # pyright: ignore[reportAttributeAccessIssue]
@@ -287,7 +291,7 @@ class EngineLoop:
                     return
                 self._hold(held)
                 if isinstance(value, Later):
-                    self._files.begin(value, tell)
+                    (self._folders if value.short else self._files).begin(value, tell)
                 else:
                     tell(value)
 

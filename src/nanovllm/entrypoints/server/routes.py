@@ -20,6 +20,7 @@ OPENAI: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
     ("/chunks/{name}/drop", POST, chunks.drop),
     ("/chunks/{name}/save", (*POST, *DELETE), chunks.save),
     ("/chunks/{name}/load", POST, chunks.load),
+    ("/saved_chunks", GET, chunks.saved),
     ("/memory", GET, memory.memory),
 )
 OTHERS: tuple[tuple[str, tuple[str, ...], Handler], ...] = (

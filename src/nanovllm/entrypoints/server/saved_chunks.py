@@ -1,14 +1,14 @@
 """The files of named chunks: where they are, and how they are written and read in a thread beside the engine's steps.
 
-A file's name is made of digests, so that clients choose no part of it. A mark in the same folder has the chunk's name, and says that the
-chunk of this file is in memory too. An engine that is started again by the same server loads the chunks that have marks. So does the next
-server's engine, if the operator wants chunks to be kept: then an orderly end saves those that have no mark.
+A file's name is made of digests, so that clients choose no part of it. A label in the same folder has the chunk's name, for lists. A mark
+has it too, and says that the chunk of this file is in memory. An engine that is started again by the same server loads the chunks that have
+marks. So does the next server's engine, if the operator wants chunks to be kept: then an orderly end saves those that have no mark.
 """
 
 import hashlib
 import os
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -21,14 +21,15 @@ from nanovllm.entrypoints.server.held import Held
 from nanovllm.entrypoints.server.named_chunks import ChunkLimits
 from nanovllm.entrypoints.server.side_thread import Between
 from nanovllm.errors import ChunkFileError, ChunkLimitError, InvalidRequestError, UnknownChunkError
-from nanovllm.files import delete_abandoned, put, temporary
+from nanovllm.files import delete_abandoned, put, temporary, write_whole
 from nanovllm.models.model import Model
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.device_errors import watched
 from nanovllm.types import Tensor
 
-SUFFIX, MARK = ".safetensors", ".name"
+SUFFIX, MARK, LABEL = ".safetensors", ".name", ".label"
 PIECE = 4 << 20  # bytes that are copied between two steps
+MOST_NAME = 64  # bytes of a name
 
 
 def path_of(limits: ChunkLimits, space: str, name: str) -> Path:
@@ -39,7 +40,31 @@ def path_of(limits: ChunkLimits, space: str, name: str) -> Path:
     """
     if limits.folder is None:
         raise InvalidRequestError("this server does not save chunks: it was started without --chunk-dir")
-    return limits.folder / hashlib.sha256(space.encode()).hexdigest()[:32] / (hashlib.sha256(name.encode()).hexdigest() + SUFFIX)
+    return limits.folder / hashlib.sha256(space.encode()).hexdigest()[:32] / (_digest(name) + SUFFIX)
+
+
+def _digest(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()
+
+
+def name_of(path: Path) -> str | None:
+    """The name of a file's chunk, or None if neither a label nor a mark tells it."""
+    return _noted(path, LABEL) or _noted(path, MARK)
+
+
+def _noted(path: Path, suffix: str) -> str | None:
+    """The name in a small file beside a chunk's file, if it is that of the file."""
+    with suppress(OSError, UnicodeDecodeError, UnknownChunkError, ChunkFileError), opened(path.with_suffix(suffix), "") as fd:
+        name = os.read(fd, MOST_NAME).decode()
+        return name if _digest(name) == path.stem else None
+    return None
+
+
+def label(path: Path, name: str) -> None:
+    """Note the name of a file, if the file is still there. A label that cannot be written is none: lists then lack the name."""
+    with suppress(OSError):
+        if path.exists() and _noted(path, LABEL) != name:
+            write_whole(path.with_suffix(LABEL), name.encode())
 
 
 def mark(path: Path, name: str) -> None:
@@ -75,13 +100,14 @@ def marked(limits: ChunkLimits, space: str) -> Iterator[str]:
 
 
 def tidy(limits: ChunkLimits, *, again: bool) -> None:
-    """Delete what no engine needs when one is started: temporary files of engines that were killed, and, unless it is started `again` or
-    chunks are kept, the marks of a server before this one. Servers that share a folder and keys share marks too.
+    """Delete what no engine needs when one is started: temporary files of engines that were killed, labels without files, and, unless it is
+    started `again` or chunks are kept, the marks of a server before this one. Servers that share a folder and keys share marks too.
     """
     for space, _ in limits.spaces if limits.folder is not None else ():
         folder = path_of(limits, space, "").parent
         delete_abandoned(folder)
-        for path in () if again or limits.kept else folder.glob(f"*{MARK}"):
+        marks = [] if again or limits.kept else [*folder.glob(f"*{MARK}")]
+        for path in [*marks, *(each for each in folder.glob(f"*{LABEL}") if not each.with_suffix(SUFFIX).exists())]:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
 
@@ -114,6 +140,7 @@ def write(between: Between, path: Path, name: str, chunk: Chunk, head: Head, dev
             blocks.write_file(fd, head, gather, device)
             size = os.fstat(fd).st_size
             put(made, path)
+        label(path, name)
     except OSError as error:
         raise ChunkFileError(f"the chunk {name!r} could not be saved: {error.strerror or 'it could not be written'}") from error
     return size
@@ -127,32 +154,46 @@ def read(path: Path, name: str, model: Model) -> tuple[Head, Tensor]:
         ChunkMismatchError: The file is of another model.
         ChunkFileError: The file cannot be read, or was changed.
     """
+    with opened(path, f"the chunk {name!r}") as fd:
+        head = chunk_file.decode(model, fd, Path(name))
+        chunk_file.require_model(head, model, Path(name))
+        whole = blocks.read_whole(fd, head, Path(name))
+    label(path, name)  # a file may have come without one
+    return head, whole
+
+
+@contextmanager
+def opened(path: Path, owner: str) -> Iterator[int]:
+    """The file of a chunk, open for reading. Links are not followed. Errors call the chunk `owner`.
+
+    Raises:
+        UnknownChunkError: There is no file.
+        ChunkFileError: It cannot be opened.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
-        raise UnknownChunkError(f"there is no file of the chunk {name!r}") from None
+        raise UnknownChunkError(f"there is no file of {owner}") from None
     except OSError as error:
-        raise ChunkFileError(f"the file of the chunk {name!r} could not be opened: {error.strerror or error}") from error
+        raise ChunkFileError(f"the file of {owner} could not be opened: {error.strerror or error}") from error
     try:
-        head = chunk_file.decode(model, fd, Path(name))
-        chunk_file.require_model(head, model, Path(name))
-        return head, blocks.read_whole(fd, head, Path(name))
+        yield fd
     finally:
         os.close(fd)
 
 
 def delete(path: Path, name: str) -> None:
-    """Delete the file of a name.
+    """Delete the file of a name, its label first: so a file that is written meanwhile has one. The mark is the engine's thread's business.
 
     Raises:
         UnknownChunkError: There is none.
         ChunkFileError: It cannot be deleted.
     """
+    with suppress(OSError):
+        path.with_suffix(LABEL).unlink(missing_ok=True)
     try:
         path.unlink()
     except FileNotFoundError:
         raise UnknownChunkError(f"there is no file of the chunk {name!r}") from None
     except OSError as error:
         raise ChunkFileError(f"the file of the chunk {name!r} could not be deleted: {error.strerror or error}") from error
-    with suppress(OSError):
-        path.with_suffix(MARK).unlink(missing_ok=True)

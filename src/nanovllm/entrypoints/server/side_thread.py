@@ -26,10 +26,12 @@ class Later:
         work: Runs in the thread beside the engine's. Its argument runs a function of what is held in the engine's thread, between two
             steps, and returns what the function returns.
         end: Runs in the engine's thread at last. It is given what `work` returned or raised, and returns the call's value or its error.
+        short: Whether `work` is short, and should not wait for calls that write or read whole files.
     """
 
     work: Callable[[Between], Any]
     end: Callable[[Held, Any], tuple[Held, Any]]
+    short: bool = False
 
 
 class SideThread:

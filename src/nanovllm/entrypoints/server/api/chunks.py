@@ -1,4 +1,4 @@
-"""`/v1/chunks`: prompts whose KV stays in memory under a name, and what can be done with them.
+"""`/v1/chunks` and `/v1/saved_chunks`: prompts whose KV stays in memory under a name, and what can be done with them.
 
 POST   /v1/chunks                 {name, text | messages | token_ids, after?, replace?}
 GET    /v1/chunks
@@ -11,6 +11,7 @@ POST   /v1/chunks/{name}/drop     {spans, mode?, to?, replace?}
 POST   /v1/chunks/{name}/save     {}
 POST   /v1/chunks/{name}/load     {replace?}
 DELETE /v1/chunks/{name}/save
+GET    /v1/saved_chunks
 """
 
 import asyncio
@@ -191,6 +192,11 @@ async def save(server: Server, exchange: Exchange) -> None:
         return
     await exchange.json()
     await _ask(server, exchange, "save_chunk")
+
+
+async def saved(server: Server, exchange: Exchange) -> None:
+    """`GET /v1/saved_chunks`: the files of the client's key."""
+    await _send(exchange, await server.engine.ask("list_saved", space=namespace(server, exchange)))
 
 
 async def load(server: Server, exchange: Exchange) -> None:

@@ -196,9 +196,20 @@ ANSWERS: Mapping[str, Schema] = MappingProxyType(
                 "object": const("list"),
                 "data": array(ref("Chunk")),
                 "pages": INTEGER,
-                "limits": obj({"chunks": INTEGER, "pages": INTEGER, "page_size": INTEGER}),
+                "limits": obj({"chunks": INTEGER, "files": INTEGER, "pages": INTEGER, "page_size": INTEGER}),
             }
         ),
+        "SavedChunk": obj(
+            {
+                "object": const("chunk.file"),
+                "name": MAYBE_STRING,
+                "tokens": MAYBE_INTEGER,
+                "bytes": INTEGER,
+                "saved": INTEGER,
+                "error": either(obj({"code": words("chunk_mismatch", "chunk_file"), "message": STRING}), NULL),
+            }
+        ),
+        "SavedChunks": obj({"object": const("list"), "data": array(ref("SavedChunk")), "has_more": BOOLEAN}),
         "DeletedChunk": obj({"object": words("chunk.deleted", "chunk.file.deleted"), "name": STRING, "deleted": {"const": True}}),
         "Memory": obj(
             {

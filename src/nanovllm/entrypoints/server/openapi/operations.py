@@ -123,6 +123,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
         ("POST", f"{CHUNK}/load"): Operation(
             summary="Read a chunk from its file", takes=LoadRequest, answers="Chunk", example={"replace": True}
         ),
+        ("GET", "/saved_chunks"): Operation(summary="The chunk files of the client's key, by their headers", answers="SavedChunks"),
         ("GET", "/health"): Operation(summary="Whether requests are taken", answers="Health", open=True),
         ("GET", "/ping"): Operation(summary="Whether requests are taken", answers="Health", open=True),
         ("POST", "/ping"): Operation(summary="Whether requests are taken", answers="Health", open=True),
