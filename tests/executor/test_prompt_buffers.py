@@ -87,7 +87,7 @@ def test_the_sizes_of_graphs_fit_the_model_and_the_engine() -> None:
 def test_quantised_weights_are_counted_as_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not as the elements that hold their codes: prompts multiply with them."""
     model = random_model(tiny_config())
-    weights = sum(weight.numel() for weight in pytree.tree_leaves(model.params.layers))
+    weights = sum(weight.numel() for weight in pytree.tree_leaves(model.params.layers) if weight is not None)
     monkeypatch.setattr(prompt_graphs, "MOST_FLOPS", 2 * 640 * weights)
     limits = replace(LIMITS, max_num_batched_tokens=4096)
     for each in (model, *(replace(model, params=rounded_params(model.params, Rounding(kind=kind))) for kind in KINDS)):

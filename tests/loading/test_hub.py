@@ -282,7 +282,7 @@ def test_a_shell_and_the_command_line_pass_the_revision_on(cache: Path, monkeypa
     hub = Hub(monkeypatch)
     llm = LLM("org/name", device="cpu", num_pages=8, revision="v1", download=True)
     for more in ({"revision": "v1"}, {"download": True}):
-        with pytest.raises(InvalidRequestError, match="quantize_head to load_model"):
+        with pytest.raises(InvalidRequestError, match="fp8_activations to load_model"):
             LLM(llm.model, **more)
     options = ["--model", "org/name", "--device", "cpu", "--revision", "v2", "--download", "--max-tokens", "1"]
     assert cli.main(["generate", *options, "x"]) == 0

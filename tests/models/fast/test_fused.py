@@ -7,14 +7,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanovllm.errors import InvalidRequestError
 from nanovllm.models.check.compare import compare, spread_rows
 from nanovllm.models.common import layers
 from nanovllm.models.fast import cpu, fused
 from nanovllm.models.fast.choice import LayerFunction
 from nanovllm.models.init_params import without_memory
 from nanovllm.models.registry import REGISTRY
-from nanovllm.models.tuning.choose import cuts_for
 from nanovllm.ops.linear.quantise import KINDS, Kind
 from nanovllm.state.kv_cache import init_kv
 from nanovllm.testing.models import random_model, tiny_config
@@ -124,11 +122,3 @@ def test_the_check_widens_quantised_matrices_to_what_they_stand_for(architecture
     model = random_model(tiny_config(architecture))
     compared = compare(replace(model, params=rounded(model.params, kind)), None, list(range(12)), (1, 3), 4)
     assert all(each.output < 1e-4 and each.kv < 1e-4 for each in compared.plain) and compared.plain_head < 1e-4
-
-
-def test_quantised_models_have_no_tuning_file() -> None:
-    model = random_model(tiny_config("Qwen3ForCausalLM"))
-    quantised = replace(model, params=rounded(model.params, "int8"))
-    assert cuts_for(quantised, None) is None and cuts_for(quantised, False) is None
-    with pytest.raises(InvalidRequestError, match="quantised weights"):
-        cuts_for(quantised, True)

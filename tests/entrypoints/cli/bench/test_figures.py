@@ -446,7 +446,7 @@ def test_bench_rounds_weights_and_says_so(monkeypatch: pytest.MonkeyPatch, tmp_p
     [
         (
             ["--peer", "transformers", "--quantization", "fp8"],
-            "runs weights that are not rounded; omit --quantization and --fp8-activations, or --peer",
+            "rounds nothing; omit --quantization and --fp8-activations, or --peer",
         ),
         (["--peer", "nobody"], "unknown peer 'nobody'; choose from transformers: measure other engines with their own programs"),
         (["--plot", "bench.png"], "ends with .svg"),

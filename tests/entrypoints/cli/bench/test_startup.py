@@ -156,7 +156,7 @@ def test_the_option_reaches_the_start(monkeypatch: pytest.MonkeyPatch, capsys: p
     seen = []
 
     def fake(model: nv.Model, name: str, limits: Mapping[str, Any], how: Mapping[str, Any], *, bare: bool) -> start.Start:
-        assert how == {"quantization": None, "quantize_head": False}
+        assert how == {"quantization": None, "quantize_head": False, "fp8_activations": False}
         seen.append((*limits.values(), bare))
         raise start.StartError("enough")
 

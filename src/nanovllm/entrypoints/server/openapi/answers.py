@@ -48,7 +48,8 @@ def const(value: str) -> Schema:
 
 
 IDS = array(INTEGER)
-LOOKS = array({"type": "array", "prefixItems": [words(*KINDS), INTEGER, INTEGER], "items": False})  # kind, owners, how many in a row
+# Of each: kind, owners, how many in a row. A list with a type for each place would say more, but fewer programs read its schema.
+LOOKS = array({"type": "array", "items": {"anyOf": [words(*KINDS), INTEGER]}, "minItems": 3, "maxItems": 3})
 TOLD_IDS = {"prompt_token_ids": IDS, "token_ids": IDS}
 CHUNK = {
     "object": const("chunk"),
