@@ -3,7 +3,7 @@
 A call is JSON under a grammar, so it can always be read, but what it asks for may be impossible. `truncate` then takes the call out of
 the context: no token runs again, and the model never sees its own mistake. The call is struck from what the grammar allows there, so the
 next try is another one. If nothing is left to try, the step before is taken back too. The world is a value like the engine's state: going
-back is assignment.
+back is assignment. Grammars need the extra `grammar`: `pip install "nanovllm[grammar]"`.
 """
 
 import json

@@ -3,7 +3,7 @@
 The text runs once and becomes a chunk. Each field is a branch of it: the beginning of a sentence (its description in the schema), which
 the model completes under a grammar of the field's own. A string can only be a word of the text, so that nothing is invented, and a number
 has its bounds. All fields run together. A large model may also write the whole object at once (`whole`): then the schema itself is the
-grammar.
+grammar. Grammars need the extra `grammar`: `pip install "nanovllm[grammar]"`.
 """
 
 import json

@@ -75,7 +75,7 @@ def prepare_grammars(tokenizer: Tokenizer | None, vocab_size: int, end_ids: Sequ
 
 
 def _compiled(tokenizer: Tokenizer, grammar: Grammar, vocab_size: int, end_ids: tuple[int, ...]) -> CompiledGrammar:
-    native = _llguidance(grammar)
+    native = _llguidance()
     vocabulary = tokenizer.memo.get(("llguidance", vocab_size, end_ids), lambda: _vocabulary(native, tokenizer, vocab_size, end_ids))
     matcher = native.LLMatcher(vocabulary, _source(native, grammar), log_level=0, limits=native.LLParserLimits(**LIMITS))
     mask = b"" if matcher.is_error() else matcher.compute_bitmask()
@@ -103,13 +103,11 @@ def told(matcher: Any) -> str:
     return " ".join(lines)[:300] or str(matcher.stop_reason())
 
 
-def _llguidance(grammar: Grammar) -> Any:
+def _llguidance() -> Any:
     try:
         import llguidance
     except ImportError as error:
-        raise InvalidRequestError(
-            f"grammar={grammar!r} needs llguidance: pip install 'llguidance>=1.9', or nanovllm's extra 'grammar'"
-        ) from error
+        raise InvalidRequestError("a grammar needs llguidance: pip install 'nanovllm[grammar]'") from error
     return llguidance
 
 

@@ -50,7 +50,7 @@ def test_a_conversation_goes_on_and_reuses_its_tokens(run: Run) -> None:
     assert "A new conversation." in told and told.endswith("no turn yet\n" + told.splitlines()[-1] + "\n")
     last, since = (line for line in told.splitlines() if line.startswith(("last turn", "since"))), told.splitlines()[-1]
     assert next(last).endswith("reply tokens") and since.startswith("since the start: ") and not since.endswith(" 0 reused")
-    assert "/metrics" in told
+    assert "the chat page at http://" in told
 
 
 def test_thinking_is_shown_in_a_block_and_turned_off(run: Run) -> None:
@@ -115,7 +115,7 @@ def test_a_key_is_sent(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        (["--model", "other"], "has no model 'other', but tiny"),
+        (["--model", "other"], "has no model 'other'; it serves tiny"),
         (["--device", "cpu", "--num-pages", "9"], "--device, --num-pages: with --server the model and its engine are the server's"),
         (["--eager", "--memory-fraction", "0.1", "--retain", "gap"], "--memory-fraction, --eager, --retain: with --server"),
     ],

@@ -129,6 +129,19 @@ def test_settings_go_into_the_request_and_stay_with_the_chat(window: Window) -> 
     assert shown == given
 
 
+def test_a_setting_that_cannot_be_is_not_taken_in_silence(window: Window) -> None:
+    field, dialog = window.page.locator("[name=temperature]"), window.page.locator("#settings-dialog")
+    window.settle("temperature", "0.33")
+    window.page.click("#settings")
+    field.fill("7")
+    window.page.click("#settings-close")
+    assert dialog.is_visible() and window.page.evaluate("document.activeElement.name") == "temperature"
+    window.page.keyboard.press("Escape")
+    dialog.wait_for(state="hidden")
+    window.page.click("#settings")
+    assert field.input_value() == "0.33"
+
+
 def test_reloading_keeps_everything(window: Window) -> None:
     window.send(SUM)
     window.press("Regenerate")

@@ -96,9 +96,17 @@ def test_it_fits_on_a_phone(browser: Any, live: Live) -> None:
         assert window.page.evaluate("document.documentElement.scrollWidth") <= 360
         assert window.page.locator("#sidebar").is_hidden()
         window.page.click("#menu")
+        assert window.page.locator("header button:visible").count() == 1  # the others would be cut by the list
         window.page.locator("#new").click()
         window.until("!location.hash.slice(1)")
     context.close()
+
+
+def test_a_window_that_becomes_as_narrow_as_a_phone_shows_the_chat(window: Window) -> None:
+    window.page.set_viewport_size({"width": 390, "height": 800})
+    window.page.locator("#sidebar").wait_for(state="hidden")
+    window.page.set_viewport_size({"width": 1280, "height": 800})
+    window.page.locator("#sidebar").wait_for(state="visible")
 
 
 def test_colours_follow_the_system_unless_they_are_chosen(window: Window) -> None:

@@ -149,6 +149,10 @@ def test_what_goes_wrong_is_said(window: Window) -> None:
         page.click("#chunk-make")
         page.locator("#notice:visible", has_text=words).wait_for()
         page.evaluate("document.getElementById('notice').textContent = ''")
+    page.click("#chunk-make")
+    page.locator("#notice:visible", has_text="needs a name").wait_for()
+    window.send("Hello")  # what went wrong before is no longer of interest
+    assert page.locator("#notice").is_hidden()
 
 
 def test_axe_finds_no_serious_fault(window: Window) -> None:

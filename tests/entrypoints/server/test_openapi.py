@@ -167,6 +167,7 @@ def test_the_page_has_every_route_and_asks_nobody_for_anything():
     assert {*re.findall(r'href="([^#"][^"]*)"', text)} == {"openapi.json"}
     assert not re.search(r"<(script|img|link|iframe|form)|src=|@import|url\(", text)
     assert {*re.findall(r"\w+://[\w.]+", text)} == {"http://here"}
+    assert ":root{color-scheme:light dark}" in text  # of the body alone, dark colours would stand on white ground
 
 
 def test_the_page_shows_names_as_text():

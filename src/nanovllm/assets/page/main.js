@@ -88,6 +88,11 @@ function say(words) {
   if (notice.textContent !== words) notice.textContent = words;
 }
 
+// An error of what was done before is no longer of interest; that the server is gone is.
+function quiet() {
+  if (document.body.dataset.server === "here") say("");
+}
+
 function draw() {
   log.show(chat.tree, chat.leaf);
   byId("title").textContent = document.title = chat.record?.title ?? "New chat";
@@ -124,6 +129,7 @@ async function remove(id) {
 
 // The chat in the address, which reloading and the buttons of the browser keep.
 async function openNamed() {
+  quiet();
   const id = location.hash.slice(1), record = id ? await store.chat(id) : undefined;
   if (record?.id === chat.record?.id && record) return;
   chat.close();
@@ -139,6 +145,7 @@ async function openNamed() {
 async function send() {
   const words = text.value;
   if (!words.trim() || chat.replying) return;
+  quiet();
   text.value = "";
   grow();
   if (!chat.record) {
@@ -230,6 +237,7 @@ store.addEventListener("changed", async ({ detail }) => {
   if (!detail.node) await drawList();
 });
 
+PHONE.addEventListener("change", () => toggleSidebar(!PHONE.matches));
 toggleSidebar(!PHONE.matches);
 await openNamed();
 text.focus();

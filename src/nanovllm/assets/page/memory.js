@@ -7,7 +7,7 @@ import { amount } from "./units.js";
 
 const KINDS = {
   chunks: "chunks", both: "chunks and requests", requests: "requests", others: "chunks and requests of other keys",
-  index: "earlier prompts and replies, for reuse", free: "nobody",
+  index: "earlier prompts and replies, for reuse", free: "free",
 };
 const EVERY = 1000; // milliseconds
 const WIDEST = 24; // pages of a line of the tree that are drawn one by one
@@ -57,7 +57,8 @@ export class Memory {
 
   draw({ pages, page_size: size, page_bytes: bytes, shared, saved, map, tree, more_owners: more }) {
     const used = pages.total - pages.free;
-    byId("memory-told").textContent = `${used} of ${pages.total} pages used, ${size} tokens and ${amount(bytes)} each. ${shared} shared, which saves ${saved} (${amount(saved * bytes)}).`;
+    const sharing = shared ? `${shared} shared, which saves ${saved} (${amount(saved * bytes)}).` : "None is shared.";
+    byId("memory-told").textContent = `${used} of ${pages.total} pages used, ${size} tokens and ${amount(bytes)} each. ${sharing}`;
     for (const [kind, part] of this.parts) {
       part.style.flexGrow = pages[kind];
       this.counts.get(kind).textContent = pages[kind];

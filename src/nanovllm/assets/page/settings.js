@@ -15,7 +15,7 @@ export class Settings {
     for (const field of this.fields) {
       field.addEventListener("change", () => {
         if (!field.checkValidity()) return field.reportValidity();
-        const settings = this.values();
+        const settings = (this.held = this.values());
         localStorage.setItem(LAST, JSON.stringify(settings));
         changed(settings);
       });
@@ -39,7 +39,12 @@ export class Settings {
       event.preventDefault(); // closing gives the focus back to a button, which the key would press
       this.dialog.close();
     });
-    byId("settings-close").addEventListener("click", () => this.dialog.close());
+    byId("settings-close").addEventListener("click", () => {
+      const wrong = this.fields.find((field) => !field.checkValidity());
+      if (wrong) wrong.reportValidity();
+      else this.dialog.close();
+    });
+    this.dialog.addEventListener("close", () => this.fields.some((field) => !field.checkValidity()) && this.show(this.held)); // by Escape
     byId("settings").addEventListener("click", () => this.open());
   }
 
@@ -49,6 +54,7 @@ export class Settings {
   }
 
   show(settings) {
+    this.held = settings;
     for (const field of this.fields) {
       if (field.type === "checkbox") field.checked = settings[field.name] === true;
       else field.value = settings[field.name] ?? "";

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "answer the requests of a file in the form of OpenAI's batches, one JSON object per line; needs --output and the extra server"
     )
     parser.add_argument("--input", type=Path, metavar="IN.jsonl", help=requests)
-    results = "the results of --input, one JSON object per line; an unfinished file is gone on from"
+    results = "the results of --input, one JSON object per line; an unfinished file is continued"
     parser.add_argument("--output", type=Path, metavar="OUT.jsonl", help=results)
     parser.add_argument("--stream", action="store_true", help="print the reply while it is generated")
     parser.add_argument("--chat", action="store_true", help="send the prompt as a message to a chat model")

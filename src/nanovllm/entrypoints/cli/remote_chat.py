@@ -189,7 +189,7 @@ class RemoteTalk:
 
     def memory(self) -> str:
         """The pages are the server's."""
-        return f"/memory shows the pages of an engine in this process; those of a server are counted at {self._client.address}/metrics"
+        return f"/memory shows the pages of an engine in this process; the chat page at {self._client.address}/ shows those of the server"
 
 
 def run_remote_chat(options: argparse.Namespace) -> int:
@@ -208,7 +208,7 @@ def run_remote_chat(options: argparse.Namespace) -> int:
     known = client.models()
     name = options.model if options.model in known else None
     if name is None and (options.model != "tiny" or not known):
-        raise ServerError(f"{client.address} has no model {options.model!r}, but {clean(', '.join(known)) or 'none'}")
+        raise ServerError(f"{client.address} has no model {options.model!r}; it serves {clean(', '.join(known)) or 'none'}")
     fields = {each: given[each] for each in SAMPLING if given.get(each) is not None}
     thinking = False if options.no_think else None
     return talk(RemoteTalk(client, name or known[0], options.system, thinking, fields))

@@ -13,7 +13,8 @@ POLICY = (
 )
 STREAM = "text/event-stream"
 STYLE = """\
-body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color-scheme:light dark}
+:root{color-scheme:light dark}
+body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}
 table{border-collapse:collapse;width:100%}
 td,th{text-align:left;vertical-align:top;padding:.2rem .6rem .2rem 0;border-bottom:1px solid #8884}
 code,pre{font:.9em ui-monospace,monospace}pre{overflow-x:auto;padding:.6rem;border:1px solid #8884}h2{margin-top:2.5rem}
