@@ -138,9 +138,7 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
     require_rounding(options.quantization, options.quantize_head)
     peers = find_peers(options.peer)
     if peers and (options.quantization or options.fp8_activations):
-        raise InvalidRequestError(
-            f"--peer {options.peer[0]}: it runs weights that are not rounded; omit --quantization and --fp8-activations, or --peer"
-        )
+        raise InvalidRequestError(f"--peer {options.peer[0]}: it rounds nothing; omit --quantization and --fp8-activations, or --peer")
     require_output(options.output, replaced=True)
     plot = _plot_path(options)
     require_output(plot)
