@@ -344,14 +344,19 @@ class Soak:
         return KINDS[kind](self, kind, self.random.choice(self.cases[kind]))
 
     def warm_up(self) -> None:
-        """Run each kind once alone, and measure what a prompt token costs in a step."""
+        """Run each kind once alone, and as many prompt tokens at once as the pool holds. Measure what a prompt token costs in a step.
+
+        The step of many prompts needs more of the device's memory than all others. It would come by chance after some minutes.
+        """
         for kind in KINDS:
             for _ in self.start(kind):
                 pass
+        vocabulary, count = self.llm.model.config.vocab_size, max(1, self.num_pages * PAGE // self.most - 1)
+        self.llm.generate([random_tokens(self.random, self.most - 2, vocabulary) for _ in range(count)], replace(GREEDY, max_tokens=1))
         times = []
         for length in (self.most // 4, self.most // 2, self.most - 2) * 2:
             self.llm.steps = Steps(0.0, math.inf)
-            case = Case(prompt=random_tokens(self.random, length, self.llm.model.config.vocab_size), params=replace(GREEDY, max_tokens=1))
+            case = Case(prompt=random_tokens(self.random, length, vocabulary), params=replace(GREEDY, max_tokens=1))
             for _ in self.stream("plain", case):
                 pass
             times.append(self.llm.steps.seconds / length)

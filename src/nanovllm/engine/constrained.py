@@ -75,26 +75,40 @@ class Constrained:
         An exception names the request to which it belongs in a note (`Culprit`).
         """
         every = all_tokens(self._vocab_size)
-        for row, (request, length, reply) in self._replies.items():
-            if request.grammar is None:
-                words[lines[row]] = every
-                continue
-            matcher = self._matchers.of(request, request.grammar)
-            with _of(request, self._matchers):
+        with self._blaming() as busy:
+            for row, (request, length, reply) in self._replies.items():
+                if request.grammar is None:
+                    words[lines[row]] = every
+                    continue
+                busy[0] = request
+                matcher = self._matchers.of(request, request.grammar)
                 matcher.follow(length, reply)
-            self._used[row] = matcher
+                self._used[row] = matcher
         if self._used:
             self._matchers.fill([*self._used.values()], words, [lines[row] for row in self._used])
-        for row, matcher in self._used.items():
-            request, length, _ = self._replies[row]
-            may_end = length >= request.sampling.min_tokens and not matcher.compiled.end_ids.isdisjoint(request.stop_ids)
-            with _of(request, self._matchers):
+        with self._blaming() as busy:
+            for row, matcher in self._used.items():
+                request, length, _ = self._replies[row]
+                busy[0] = request
+                may_end = length >= request.sampling.min_tokens and not matcher.compiled.end_ids.isdisjoint(request.stop_ids)
                 matcher.finish(words[lines[row]], may_end=may_end)
         for row, (request, length, reply) in self._replies.items():
             if length < request.sampling.min_tokens:
                 leave_out(words[lines[row]], request.stop_ids)
             if (bad := request.bad_words) is not None:
                 leave_out(words[lines[row]], bad.completing(reply(max(0, length - bad.reach)) if bad.reach else ()))
+
+    @contextmanager
+    def _blaming(self) -> Iterator[list[Request | None]]:
+        """Yields a place for the request that is looked at. An exception of the block belongs to it, and its matcher is dropped."""
+        busy: list[Request | None] = [None]
+        try:
+            yield busy
+        except Exception as error:
+            if (request := busy[0]) is not None:
+                self._matchers.forget(request)
+                blame(error, f"in its grammar {request.sampling.grammar!r}", None, (request.request_id,))
+            raise
 
     def read(self, token_ids: Seq[int]) -> dict[int, NotAllowedError | None]:
         """Read the sampled tokens of all rows, after `fill`.
@@ -130,14 +144,3 @@ def _reply(sequence: Sequence) -> Reply:
 def _steady_reply(running: Steady, row: int) -> Reply:
     sequence = running.base[row]
     return sequence.request, sequence.num_generated + running.age, partial(running.reply, row)
-
-
-@contextmanager
-def _of(request: Request, matchers: Matchers) -> Iterator[None]:
-    """An exception of the block belongs to this request, whose matcher is dropped."""
-    try:
-        yield
-    except Exception as error:
-        matchers.forget(request)
-        blame(error, f"in its grammar {request.sampling.grammar!r}", None, (request.request_id,))
-        raise

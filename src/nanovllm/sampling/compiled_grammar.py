@@ -30,14 +30,14 @@ class CompiledGrammar:
         grammar: The grammar.
         vocab_size: V, the width of the model's logits.
         end_ids: The tokens that end a reply where the grammar accepts.
-        ends: The same as a mask of one bit per token, int32 `[W]`.
+        ends: The same as bits of a mask: the words that have some, and their bits, int32.
         matcher: The matcher before the first token.
     """
 
     grammar: Grammar
     vocab_size: int
     end_ids: frozenset[int]
-    ends: np.ndarray = field(repr=False)
+    ends: tuple[np.ndarray, np.ndarray] = field(repr=False)
     matcher: Any = field(repr=False)
 
 
@@ -88,8 +88,8 @@ def _compiled(tokenizer: Tokenizer, grammar: Grammar, vocab_size: int, end_ids: 
     ends = np.zeros(num_words(vocab_size), np.uint32)
     for token in vocabulary.eos_tokens:
         ends[token // 32] |= np.uint32(1 << token % 32)
-    ids = frozenset(vocabulary.eos_tokens)
-    return CompiledGrammar(grammar=grammar, vocab_size=vocab_size, end_ids=ids, ends=ends.view(np.int32), matcher=matcher)
+    ids, where = frozenset(vocabulary.eos_tokens), np.flatnonzero(ends)
+    return CompiledGrammar(grammar=grammar, vocab_size=vocab_size, end_ids=ids, ends=(where, ends.view(np.int32)[where]), matcher=matcher)
 
 
 def num_words(vocab_size: int) -> int:

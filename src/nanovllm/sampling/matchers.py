@@ -88,9 +88,12 @@ class Matcher:
         if self._native.is_error():
             raise NotAllowedError(told(self._native))
         if not may_end:
-            others = words & ~self.compiled.ends
-            if others.any():
-                words[:] = others
+            where, ends = self.compiled.ends
+            before = words[where]
+            words[where] = before & ~ends
+            if words.any():
+                return
+            words[where] = before
         if not words.any():
             raise NotAllowedError("no token of the vocabulary continues the reply")
 
@@ -113,8 +116,10 @@ class Matchers:
 
     def of(self, owner: Any, compiled: CompiledGrammar) -> Matcher:
         """The matcher of an owner. It may be behind or ahead of the owner's reply: see `Matcher.follow`."""
+        if len(self._known) < MOST // 2 and (known := self._known.get(owner)) is not None:
+            return known
         matcher = self._known.pop(owner, None) or Matcher(compiled)
-        self._known[owner] = matcher
+        self._known[owner] = matcher  # the last one of the order in which they were used
         if len(self._known) > MOST:
             del self._known[next(iter(self._known.keys()))]
         return matcher
