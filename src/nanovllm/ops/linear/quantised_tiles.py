@@ -187,13 +187,13 @@ def split_tile(matrix: QuantisedMatrix, rows: int, gated: bool, processors: int,
     """Choose the tile configuration for rows that `serves_split`. `split` says whether the inputs may be divided between programs, too.
 
     Warps hide one another's latency: about 8 for each multiprocessor, and steps enough for each to have loads on the way. Codes of 8 bits
-    take twice the memory, so their programs are smaller. With more than a few rows, sums of several programs cost more than they save.
+    take twice the memory, so their programs are smaller. With more than 8 rows of 4-bit codes, sums of several programs cost more than they save.
     """
     outputs, span, four = matrix.shape[0] // (2 if gated else 1), BLOCK // matrix.fields, matrix.bits == 4
     steps = matrix.width // span
     height = 32 if four and outputs >= 32 * processors // 2 else 16
     programs, parts = -(-outputs // height), 1
-    most, places = (4 if rows <= SUMMED else 1, 3 * processors) if four else (4, 4 * processors)
+    most, places = (4 if rows <= 8 else 1, 3 * processors) if four else (4, 4 * processors)
     while split and parts < most and 2 * programs * parts < places and steps % (4 * parts * 2) == 0:
         parts *= 2
     warps = 4 if not four or programs * parts >= 2 * processors or (rows > 8 and not split) else 8
