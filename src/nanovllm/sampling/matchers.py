@@ -6,6 +6,7 @@ by replaying the tokens if it was dropped. So a preempted request, or an older s
 Shapes: W words of 32 tokens.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,6 +17,7 @@ from nanovllm.sampling.compiled_grammar import CompiledGrammar, told
 from nanovllm.types import Int32
 
 MOST = 1024  # matchers that are kept
+ALONE, THREADS = 8, 4  # masks that the calling thread fills by itself, and threads that fill more
 
 
 class NotAllowedError(ValueError):
@@ -129,10 +131,18 @@ class Matchers:
         self._known.pop(owner, None)
 
     def fill(self, matchers: Sequence[Matcher], words: Int32[np.ndarray, "L W"], lines: Sequence[int]) -> None:
-        """Write the masks of the next tokens into lines of an array, on several threads. Errors are left to `Matcher.finish`."""
-        from llguidance import LLExecutor
-        from llguidance.numpy import fill_next_token_bitmask_par
+        """Write the masks of the next tokens into lines of an array. Errors are left to `Matcher.finish`.
 
+        A mask takes some 5 to 20 us, and to wake a thread takes longer. So few threads share many masks, and few masks take none.
+        """
+        from llguidance import LLExecutor
+        from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
+
+        jobs = [matcher.job(line) for matcher, line in zip(matchers, lines, strict=True)]
+        if len(jobs) <= ALONE:
+            for native, line in jobs:
+                fill_next_token_bitmask(native, words, line)
+            return
         if self._threads is None:
-            self._threads = LLExecutor()
-        fill_next_token_bitmask_par(self._threads, [matcher.job(line) for matcher, line in zip(matchers, lines, strict=True)], words)
+            self._threads = LLExecutor(min(THREADS, os.cpu_count() or 1))
+        fill_next_token_bitmask_par(self._threads, jobs, words)

@@ -187,7 +187,8 @@ def split_tile(matrix: QuantisedMatrix, rows: int, gated: bool, processors: int,
     """Choose the tile configuration for rows that `serves_split`. `split` says whether the inputs may be divided between programs, too.
 
     Warps hide one another's latency: about 8 for each multiprocessor, and steps enough for each to have loads on the way. Codes of 8 bits
-    take twice the memory, so their programs are smaller. With more than 8 rows of 4-bit codes, sums of several programs cost more than they save.
+    take twice the memory, so their programs are smaller. With more than 8 rows of 4-bit codes, sums of several programs cost more than they
+    save.
     """
     outputs, span, four = matrix.shape[0] // (2 if gated else 1), BLOCK // matrix.fields, matrix.bits == 4
     steps = matrix.width // span
