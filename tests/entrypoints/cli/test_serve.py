@@ -2,12 +2,13 @@
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from nanovllm.entrypoints.cli.serve import WAITING, let_threads_sleep
+from nanovllm.entrypoints.cli.serve import WAITING, let_threads_sleep, runs_on_cpu
 
 
 @pytest.fixture
@@ -39,3 +40,19 @@ def test_one_thread_waits_for_none(started: list[Any], monkeypatch: pytest.Monke
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     let_threads_sleep()
     assert not started
+
+
+@pytest.mark.parametrize(("built", "cards", "cpu"), [(None, [], True), ("13.0", [], True), ("13.0", ["/dev/nvidia0"], False)])
+def test_whether_a_cpu_serves_is_found_without_cuda(
+    built: str | None, cards: list[str], cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that has asked CUDA for anything cannot fork an engine that uses it."""
+
+    def asked(*_: Any) -> Any:
+        raise AssertionError("CUDA was asked")
+
+    for name in ("is_available", "device_count", "current_device", "init"):
+        monkeypatch.setattr(torch.cuda, name, asked)
+    monkeypatch.setattr(torch.version, "cuda", built)
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(map(Path, cards)))
+    assert runs_on_cpu(None) == cpu and runs_on_cpu("cpu") and not runs_on_cpu("cuda:0")
