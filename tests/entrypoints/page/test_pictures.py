@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from nanovllm.entrypoints.server.settings import Settings
 from tests.entrypoints.page.window import Window, watch
 from tests.entrypoints.server.live import Live
 
@@ -64,8 +65,14 @@ def test_the_tree_of_a_chat(browser: Any, live: Live) -> None:
         picture(window, "tree", "#panel")
 
 
-def test_the_shelf(browser: Any, live: Live) -> None:
-    with opened(browser, live) as window:
+def test_the_shelf(browser: Any, tmp_path: Path) -> None:
+    """With files that are saved, one of which is not in memory."""
+    with Live(settings=Settings(shutdown_seconds=1.0, chunk_dir=tmp_path)) as live, opened(browser, live) as window:
+        assert live.post("/v1/chunks", {"name": "handbook", "text": HANDBOOK}).status == 200
+        assert live.post("/v1/chunks", {"name": "king", "text": FACTS["king"]}).status == 200
+        for name in ("handbook", "king"):
+            assert live.post(f"/v1/chunks/{name}/save", {}).status == 200
+        assert live.call("DELETE", "/v1/chunks/handbook").status == 200
         put_before(window, live)
         window.send("What is the capital of Aistonia?")
         picture(window, "shelf")
