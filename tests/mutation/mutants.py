@@ -563,7 +563,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "        if self._native.is_error():\n            raise NotAllowedError(told(self._native))\n        if not may",
             "        if not may",
         ),
-        ("end tokens stay where a reply may not end", "if others.any():", "if not others.any():"),
+        ("end tokens stay where a reply may not end", "if words.any():", "if not words.any():"),
         ("a matcher that is ahead stays there", "if length < len(self.token_ids):", "if length < 0:"),
         ("another newest token is taken for the same", "if self.token_ids and tokens[0] != self.token_ids[-1]:", "if False:"),
         ("matchers are kept for ever", "if len(self._known) > MOST:", "if len(self._known) < 0:"),
