@@ -280,7 +280,7 @@ def test_time_is_linear(name: str) -> None:
     for hostile in HOSTILE[name]:
         for begin, size in (("", 1 << 17), (BEGUN[name], 1 << 17), (BEGUN[name], 64)):  # characters of a piece
             text = begin + hostile * ((1 << 17) // len(hostile))
-            assert seconds(name, text, size) < 0.5, (begin, hostile)  # a quadratic reader takes longer by far
+            assert seconds(name, text, size) < 2, (begin, hostile)  # a quadratic reader takes longer by far
     assert seconds(name, BEGUN[name] + '"\\' * (1 << 12), 1) < 1
 
 
