@@ -30,6 +30,7 @@ from nanovllm.entrypoints.cli.bench.graph_timer import graph_us
 from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES
 from nanovllm.ops.backends import dependent_launch, processors, shared_memory
 from nanovllm.ops.compile_ahead import compile_ahead
+from nanovllm.ops.cuts import Cut
 from nanovllm.ops.linear import scaled_product
 from nanovllm.ops.linear.linear import linear
 from nanovllm.ops.linear.linear_add_norm import linear_add_norm
@@ -42,7 +43,6 @@ from nanovllm.ops.linear.quantised_tiles import (
     SUMMED_ROWS,
     FewTile,
     ManyTile,
-    SplitTile,
     few_fits,
     few_tile,
     many_fits,
@@ -135,36 +135,32 @@ def few_ways(each: Matrix, weight: QuantisedMatrix, given: dict[str, Any]) -> It
         yield Way(name="few", tile=astuple(tile), call=call)
 
 
+def by_cut(name: str, cut: Cut, each: Matrix, given: dict[str, Any]) -> Way:
+    """A product as a step of many rows calls it, after its norm, by a tile configuration."""
+
+    def call(w: QuantisedMatrix) -> object:
+        if each.added:
+            return linear_add_norm(given["x"], w, None, given["residual"], given["gain"], EPS, cut=cut)
+        return norm_linear(given["x"], w, gated=each.gated, cut=cut)
+
+    return Way(name=name, tile=cut, call=call)
+
+
 def split_ways(each: Matrix, weight: QuantisedMatrix, rows: int, given: dict[str, Any]) -> Iterator[Way]:
     """The kernel whose warps divide the inputs, with tiles about the default, as a step of few rows calls it, after its norm."""
-    from nanovllm.ops.linear import triton_many_rows, triton_quantised_split
-
-    new, memory = dependent_launch(CUDA), shared_memory(CUDA)
+    memory = shared_memory(CUDA)
     usual = split_tile(weight, rows, each.gated, processors(CUDA), memory, split=each.added)
     tiles = [replace(usual, outputs=outputs, warps=warps) for outputs in (16, 32, 64) for warps in (4, 8)]
     tiles += [replace(usual, stages=stages) for stages in (2, 3, 6)] + [replace(usual, parts=parts) for parts in (1, 2, 4)]
     for tile in dict.fromkeys([usual, *tiles]):
         if not split_fits(tile, weight, rows, each.gated, memory, split=each.added):
             continue
-
-        def call(w: QuantisedMatrix, tile: SplitTile = tile) -> object:
-            x = given["x"]
-            if tile.parts > 1:
-                y = triton_quantised_split.partial_product(x, w, tile, new, new)
-            else:
-                y = triton_quantised_split.product(x, w, None, each.gated, tile, new, asm=new)
-            if not each.added:
-                return y
-            return triton_many_rows.sum_norm(y if tile.parts > 1 else y[None], None, given["residual"], given["gain"], EPS, new)
-
-        yield Way(name="split", tile=astuple(tile), call=call)
+        yield by_cut("split", astuple(tile), each, given)
 
 
 def many_ways(each: Matrix, weight: QuantisedMatrix, rows: int, given: dict[str, Any], changes: list[dict[str, int]]) -> Iterator[Way]:
     """The kernel on tensor cores with the default tile and with `changes` of it, as a step of many rows calls it, after its norm."""
-    from nanovllm.ops.linear import triton_many_rows, triton_quantised_many
-
-    new, memory = dependent_launch(CUDA), shared_memory(CUDA)
+    memory = shared_memory(CUDA)
     usual, seen = many_tile(weight, rows, each.gated, processors(CUDA), memory, split=each.added), set[ManyTile]()
     split = not each.gated and each.name != "head"
     if split and not each.added:
@@ -174,18 +170,7 @@ def many_ways(each: Matrix, weight: QuantisedMatrix, rows: int, given: dict[str,
         if tile in seen or not many_fits(tile, weight, each.gated, memory, split=split):
             continue
         seen.add(tile)
-
-        def call(w: QuantisedMatrix, tile: ManyTile = tile) -> object:
-            x = given["x"]
-            if tile.parts > 1:
-                y = triton_quantised_many.partial_product(x, w, tile, new, new)
-            else:
-                y = triton_quantised_many.product(x, w, None, each.gated, tile, new, asm=new)
-            if not each.added:
-                return y if tile.parts == 1 else triton_many_rows.summed(y, None, BF16, new)
-            return triton_many_rows.sum_norm(y if tile.parts > 1 else y[None], None, given["residual"], given["gain"], EPS, new)
-
-        yield Way(name="many", tile=astuple(tile), call=call)
+        yield by_cut("many", astuple(tile), each, given)
 
 
 def ways(part: str, each: Matrix, weight: QuantisedMatrix, rows: int, given: dict[str, Any]) -> Iterator[Way]:

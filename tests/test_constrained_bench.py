@@ -8,12 +8,9 @@ import pytest
 pytest.importorskip("llguidance")
 
 
-def test_replies_in_json_are_measured_beside_free_ones(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replies_in_json_are_measured_beside_free_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from benchmarks import constrained
 
-    monkeypatch.setattr(constrained.Matchers, "fill", constrained.Matchers.fill)  # is replaced by one that is timed
     file = tmp_path / "found.json"
     flags = "--model tiny --device cpu --rows 2 --max-tokens 12 --repeats 2 --num-pages 64 --output"
     constrained.main([*flags.split(), str(file)])

@@ -210,7 +210,7 @@ def test_warps_that_divide_the_inputs(form: tuple[Kind, dict[str, Any]], rows: i
             assert torch.equal(got[:1], triton_quantised_split.product(others, matrix, None, False, tile, new, asm=new)[:1])
             gated = triton_quantised_split.product(x, matrix, None, True, tile, new, asm=new)
             assert error(gated, wide_norm_linear(x, exact, None, None, None, 0.0, True)) < 1e-2
-        parts = triton_quantised_split.partial_product(x, matrix, replace(usual, parts=2, warps=4), new, new)
+        parts = triton_quantised_split.product(x, matrix, None, False, replace(usual, parts=2, warps=4), new, asm=new)
         assert error(parts.sum(0), x.double() @ exact.T) < 5e-3
 
 

@@ -1,8 +1,7 @@
 """Replies whose next tokens are not free: what these may be, before a step samples, and whether a grammar is complete, after it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -75,40 +74,37 @@ class Constrained:
         An exception names the request to which it belongs in a note (`Culprit`).
         """
         every = all_tokens(self._vocab_size)
-        with self._blaming() as busy:
-            for row, (request, length, reply) in self._replies.items():
-                if request.grammar is None:
-                    words[lines[row]] = every
-                    continue
-                busy[0] = request
-                matcher = self._matchers.of(request, request.grammar)
+        for row, (request, length, reply) in self._replies.items():
+            if request.grammar is None:
+                words[lines[row]] = every
+                continue
+            matcher = self._matchers.of(request, request.grammar)
+            try:
                 matcher.follow(length, reply)
-                self._used[row] = matcher
+            except Exception as error:
+                self._failed(request, error)
+                raise
+            self._used[row] = matcher
         if self._used:
             self._matchers.fill([*self._used.values()], words, [lines[row] for row in self._used])
-        with self._blaming() as busy:
-            for row, matcher in self._used.items():
-                request, length, _ = self._replies[row]
-                busy[0] = request
-                may_end = length >= request.sampling.min_tokens and not matcher.compiled.end_ids.isdisjoint(request.stop_ids)
+        for row, matcher in self._used.items():
+            request, length, _ = self._replies[row]
+            may_end = length >= request.sampling.min_tokens and not matcher.compiled.end_ids.isdisjoint(request.stop_ids)
+            try:
                 matcher.finish(words[lines[row]], may_end=may_end)
+            except Exception as error:
+                self._failed(request, error)
+                raise
         for row, (request, length, reply) in self._replies.items():
             if length < request.sampling.min_tokens:
                 leave_out(words[lines[row]], request.stop_ids)
             if (bad := request.bad_words) is not None:
                 leave_out(words[lines[row]], bad.completing(reply(max(0, length - bad.reach)) if bad.reach else ()))
 
-    @contextmanager
-    def _blaming(self) -> Iterator[list[Request | None]]:
-        """Yields a place for the request that is looked at. An exception of the block belongs to it, and its matcher is dropped."""
-        busy: list[Request | None] = [None]
-        try:
-            yield busy
-        except Exception as error:
-            if (request := busy[0]) is not None:
-                self._matchers.forget(request)
-                blame(error, f"in its grammar {request.sampling.grammar!r}", None, (request.request_id,))
-            raise
+    def _failed(self, request: Request, error: Exception) -> None:
+        """Note that an exception belongs to a request, and drop its matcher."""
+        self._matchers.forget(request)
+        blame(error, f"in its grammar {request.sampling.grammar!r}", None, (request.request_id,))
 
     def read(self, token_ids: Seq[int]) -> dict[int, NotAllowedError | None]:
         """Read the sampled tokens of all rows, after `fill`.

@@ -3,6 +3,7 @@
 import os
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -36,22 +37,15 @@ def test_products(compiled: Compiled, form: tuple[Kind, int | None, int, bool, i
         residual = None if gated else torch.zeros(count, outputs, dtype=BF16)
         x = torch.zeros(count, width, dtype=BF16)
         triton_quantised_few.launch(x, matrix, gain, None, residual, 1e-6, gated, few_tile(matrix, gated), compiled.pdl, asm=asm)
-    for count in (1, SPLIT_ROWS):
-        x = torch.zeros(count, width, dtype=BF16)
-        tile = split_tile(matrix, count, gated, PROCESSORS, compiled.memory)
-        triton_quantised_split.product(x, matrix, None, gated, tile, compiled.pdl, asm=asm)
-        if not gated:
-            tile = split_tile(matrix, count, gated, PROCESSORS, compiled.memory, split=True)
-            if tile.parts > 1:
-                triton_quantised_split.partial_product(x, matrix, tile, compiled.pdl, asm)
-    for count in (8, 256):
-        x = torch.zeros(count, width, dtype=BF16)
-        tile = many_tile(matrix, count, gated, PROCESSORS, compiled.memory)
-        triton_quantised_many.product(x, matrix, None, gated, tile, compiled.pdl, asm=asm)
-        if not gated:
-            tile = many_tile(matrix, count, gated, PROCESSORS, compiled.memory, split=True)
-            if tile.parts > 1:
-                triton_quantised_many.partial_product(x, matrix, tile, compiled.pdl, asm)
+    kernels: tuple[tuple[Any, Any, tuple[int, int]], ...] = (
+        (triton_quantised_split.product, split_tile, (1, SPLIT_ROWS)),
+        (triton_quantised_many.product, many_tile, (8, 256)),
+    )
+    for product, tile_of, counts in kernels:
+        for count in counts:
+            for split in (False,) if gated else (False, True):
+                tile = tile_of(matrix, count, gated, PROCESSORS, compiled.memory, split=split)
+                product(torch.zeros(count, width, dtype=BF16), matrix, None, gated, tile, compiled.pdl, asm=asm)
     triton_quantised_many.dequantise(matrix, 0, torch.empty(outputs, width, dtype=BF16), asm)
     compiled.check()
 

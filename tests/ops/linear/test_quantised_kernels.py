@@ -112,6 +112,17 @@ def test_few_rows(form: tuple[Kind, int, int, dict[str, Any]], rows: int, gated:
         assert error(got, want) < 1e-4
 
 
+def product_problem(
+    form: tuple[Kind, int, int, dict[str, Any]], rows: int, gated: bool, extras: bool
+) -> tuple[QuantisedMatrix, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """A matrix of a form, inputs, a bias with `extras`, and the product in float64."""
+    kind, outputs, columns, more = form
+    outputs += outputs % 2 if gated else 0
+    matrix, x = quantised_problem(kind, outputs, columns, **more, gpu=True), inputs(rows, columns)
+    bias = torch.randn(outputs // 2 if gated else outputs) if extras else None
+    return matrix, x, bias, wide_norm_linear(x, matrix.dequantised(torch.float64), None, bias, None, 0.0, gated)
+
+
 @interpreted
 @quiet
 @pytest.mark.parametrize("form", [*FORMS, *ODD])
@@ -119,19 +130,14 @@ def test_few_rows(form: tuple[Kind, int, int, dict[str, Any]], rows: int, gated:
 def test_many_rows(form: tuple[Kind, int, int, dict[str, Any]], rows: int, gated: bool, extras: bool) -> None:
     from nanovllm.ops.linear import triton_quantised_many
 
-    kind, outputs, columns, more = form
-    outputs += outputs % 2 if gated else 0
-    matrix, x = quantised_problem(kind, outputs, columns, **more, gpu=True), inputs(rows, columns)
-    width = outputs // 2 if gated else outputs
-    bias = torch.randn(width) if extras else None
-    want = wide_norm_linear(x, matrix.dequantised(torch.float64), None, bias, None, 0.0, gated)
+    (kind, *_), (matrix, x, bias, want) = form, product_problem(form, rows, gated, extras)
     half, whole = block(kind) // 2, block(kind)
     for tile in (ManyTile(outputs=16, rows=16, depth=half, stages=2), ManyTile(outputs=32, rows=32, depth=whole, stages=2)):
         assert error(triton_quantised_many.product(x, matrix, bias, gated, tile, False), want) < 1e-5
     if not gated and bias is None:
         for parts in (2, 3):
             tile = ManyTile(outputs=16, rows=32, depth=32, stages=2, parts=parts)
-            sums = triton_quantised_many.partial_product(x, matrix, tile, False)
+            sums = triton_quantised_many.product(x, matrix, None, False, tile, False)
             assert sums.shape[0] == parts and error(sums.sum(0), want) < 1e-5
 
 

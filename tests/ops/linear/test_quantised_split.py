@@ -9,9 +9,8 @@ import torch
 from nanovllm.ops.linear.quantise import KINDS, Kind
 from nanovllm.ops.linear.quantised import gpu_layout
 from nanovllm.ops.linear.quantised_tiles import SPLIT_FROM, SPLIT_ROWS, SplitTile, serves_few, serves_split, split_fits, split_tile
-from nanovllm.testing.problems import wide_norm_linear
 from nanovllm.testing.quantised_problems import quantised_problem
-from tests.ops.linear.test_quantised_kernels import block, error, every_code, inputs, quiet
+from tests.ops.linear.test_quantised_kernels import block, error, every_code, inputs, product_problem, quiet
 
 pytestmark = pytest.mark.interpret
 ROW: dict[str, Any] = {"group": None}
@@ -31,12 +30,7 @@ def test_every_form(form: tuple[Kind, int, int, dict[str, Any]], rows: int, gate
     """Steps of half a block and of a whole one, by two and by four warps, and in parts."""
     from nanovllm.ops.linear import triton_quantised_split
 
-    kind, outputs, columns, more = form
-    outputs += outputs % 2 if gated else 0
-    matrix, x = quantised_problem(kind, outputs, columns, **more, gpu=True), inputs(rows, columns)
-    width = outputs // 2 if gated else outputs
-    bias = torch.randn(width) if extras else None
-    want = wide_norm_linear(x, matrix.dequantised(torch.float64), None, bias, None, 0.0, gated)
+    (kind, *_), (matrix, x, bias, want) = form, product_problem(form, rows, gated, extras)
     for tile in (
         SplitTile(outputs=16, depth=block(kind) // 2, stages=2, warps=2),
         SplitTile(outputs=32, depth=block(kind), stages=2, warps=4),
@@ -46,7 +40,7 @@ def test_every_form(form: tuple[Kind, int, int, dict[str, Any]], rows: int, gate
     if not gated and bias is None:
         tile = SplitTile(outputs=16, depth=block(kind), stages=2, parts=2, warps=2)
         assert split_fits(tile, matrix, rows, False, 200_000, split=True)
-        sums = triton_quantised_split.partial_product(x, matrix, tile, False)
+        sums = triton_quantised_split.product(x, matrix, None, False, tile, False)
         assert sums.shape[0] == 2 and error(sums.sum(0), want) < 1e-5
 
 

@@ -16,7 +16,7 @@ from nanovllm.errors import BrokenInvariantError
 from nanovllm.ops.backends import dependent_launch, own_kernels, processors, shared_memory
 from nanovllm.ops.linear import scaled_product
 from nanovllm.ops.linear.quantised import QuantisedMatrix
-from nanovllm.ops.linear.quantised_tiles import FUSED_ROWS, SCRATCH, SUMMED, FewTile, SplitTile, gates_alone, given_tile
+from nanovllm.ops.linear.quantised_tiles import FUSED_ROWS, SCRATCH, SUMMED, FewTile, ManyTile, SplitTile, gates_alone, given_tile
 from nanovllm.types import Float, Tensor
 
 ALIGNED = 128  # rows of the pieces of a matrix that is dequantised are a multiple of this number
@@ -78,23 +78,19 @@ def product(
     cut: Sequence[int] = (),
 ) -> Float[Tensor, "B N"]:
     """Compute `x @ weight.T + bias`, or `act(gate) * up` of such a product, if `runs`. `cut` is for `given_tile`."""
-    from nanovllm.ops.linear import triton_many_rows, triton_quantised_few, triton_quantised_many, triton_quantised_split
+    from nanovllm.ops.linear import triton_many_rows, triton_quantised_few
 
     x, weight = in_order(x, weight)
     new, alone = dependent_launch(x.device), gated and bias is None and gates_alone(weight, len(x))  # then one launch does all
     if len(x) > FUSED_ROWS:
         y = _of_many_rows(x, weight, bias)
         return triton_many_rows.gate(y, new, act) if gated else y
-    match given_tile(cut, weight, len(x), alone, *_limits(x.device)):
-        case FewTile() as tile:
-            y = triton_quantised_few.launch(x, weight, None, bias, None, 0.0, alone, tile, new, act, new)
-        case SplitTile() as tile:
-            y = triton_quantised_split.product(x, weight, bias, alone, tile, new, act, new)
-        case tile if tile.parts == 1:
-            y = triton_quantised_many.product(x, weight, bias, alone, tile, new, act, new)
-        case tile:
-            sums = triton_quantised_many.partial_product(x, weight, tile, new, new)
-            y = triton_many_rows.summed(sums, bias, x.dtype, new)
+    tile = given_tile(cut, weight, len(x), alone, *_limits(x.device))
+    if isinstance(tile, FewTile):
+        y = triton_quantised_few.launch(x, weight, None, bias, None, 0.0, alone, tile, new, act, new)
+    else:
+        y = _on_tensor_cores(x, weight, bias, alone, tile, act)
+        y = y if tile.parts == 1 else triton_many_rows.summed(y, bias, x.dtype, new)
     return triton_many_rows.gate(y, new, act) if gated and not alone else y
 
 
@@ -109,25 +105,32 @@ def product_add_norm(
     cut: Sequence[int] = (),
 ) -> tuple[Float[Tensor, "B M"], Float[Tensor, "B M"]]:
     """Compute what `linear_add_norm` computes, if `runs`. `cut` is for `given_tile`."""
-    from nanovllm.ops.linear import triton_many_rows, triton_quantised_many, triton_quantised_split
+    from nanovllm.ops.linear import triton_many_rows
 
     x, weight = in_order(x, weight)
     new = dependent_launch(x.device)
     if len(x) > FUSED_ROWS:
         parts, bias = _of_many_rows(x, weight, bias).unsqueeze(0), None
     else:
-        match given_tile(cut, weight, len(x), False, *_limits(x.device), split=True):
-            case FewTile() as tile:
-                raise BrokenInvariantError(f"{tile} is for products without a norm behind them")
-            case SplitTile(parts=1) as tile:
-                parts, bias = triton_quantised_split.product(x, weight, bias, False, tile, new, asm=new).unsqueeze(0), None
-            case SplitTile() as tile:
-                parts = triton_quantised_split.partial_product(x, weight, tile, new, new)
-            case tile if tile.parts == 1:
-                parts, bias = triton_quantised_many.product(x, weight, bias, False, tile, new, asm=new).unsqueeze(0), None
-            case tile:
-                parts = triton_quantised_many.partial_product(x, weight, tile, new, new)
+        tile = given_tile(cut, weight, len(x), False, *_limits(x.device), split=True)
+        if isinstance(tile, FewTile):
+            raise BrokenInvariantError(f"{tile} is for products without a norm behind them")
+        parts = _on_tensor_cores(x, weight, bias, False, tile)
+        if tile.parts == 1:
+            parts, bias = parts.unsqueeze(0), None
     return triton_many_rows.sum_norm(parts, bias, residual.contiguous(), gain, eps, new, inner)
+
+
+def _on_tensor_cores(
+    x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, gated: bool, tile: ManyTile | SplitTile, act: str = "silu"
+) -> Float[Tensor, "*parts B N"]:
+    """The product, or the sums of several parts in float32, by the kernel of the tile."""
+    from nanovllm.ops.linear import triton_quantised_many, triton_quantised_split
+
+    new = dependent_launch(x.device)
+    if isinstance(tile, SplitTile):
+        return triton_quantised_split.product(x, weight, bias, gated, tile, new, act, new)
+    return triton_quantised_many.product(x, weight, bias, gated, tile, new, act, new)
 
 
 def _of_many_rows(x: Float[Tensor, "B K"], weight: QuantisedMatrix, bias: Float[Tensor, "out"] | None) -> Float[Tensor, "B out"]:

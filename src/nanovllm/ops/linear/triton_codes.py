@@ -113,6 +113,17 @@ def operands(matrix: QuantisedMatrix, *, words: bool = False) -> tuple[Tensor, T
     return codes, matrix.scales, matrix.scales if matrix.zeros is None else matrix.zeros
 
 
+def grouping(matrix: QuantisedMatrix) -> tuple[int, int, int, bool]:
+    """Return `GROUP`, `GROUPS`, `ROWS` and `ZEROS` of the kernels."""
+    return matrix.group, matrix.scales.shape[1], matrix.rows, matrix.zeros is not None
+
+
+def results(x: Tensor, outputs: int, parts: int) -> Tensor:
+    """Memory for a product of x: `[B, N]` in its dtype, or for sums over several parts of the inputs, float32 `[parts, B, N]`."""
+    shape, dtype = ((len(x), outputs), x.dtype) if parts == 1 else ((parts, len(x), outputs), torch.float32)
+    return torch.empty(shape, dtype=dtype, device=x.device)
+
+
 @triton.constexpr_function
 def fields_of(nibbles):
     """Return the columns whose codes an element of 16 bits holds."""

@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.ops.linear.quantised_tiles import FewTile
-from nanovllm.ops.linear.triton_codes import fields_of, in_field, in_word, operands, span_of, summand_of, word_column
+from nanovllm.ops.linear.triton_codes import fields_of, grouping, in_field, in_word, operands, span_of, summand_of, word_column
 from nanovllm.ops.triton_parts import activated, gained, launch_options, rounded
 from nanovllm.types import Float, Tensor
 
@@ -205,7 +205,7 @@ def launch(
     y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     words = weight.width // 2
     threads = min(32 * tile.warps, triton.next_power_of_2(triton.cdiv(words, 2)))
-    kind = (weight.bits == 4, weight.kind == "fp8", weight.group, weight.scales.shape[1], weight.rows, weight.zeros is not None)
+    kind = (weight.bits == 4, weight.kind == "fp8", *grouping(weight))
     whole = outputs % tile.outputs == 0 and words % (2 * threads) == 0
     flags = (gain is not None, bias is not None, residual is not None, gated, act, whole, asm, pdl)
     kernel: Any = _few

@@ -18,10 +18,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.ops.linear.quantised_tiles import ManyTile, scale_form
 from nanovllm.ops.linear.triton_code_loop import column_of, first_scales, summed_products, weight_tiles
-from nanovllm.ops.linear.triton_codes import fields_of, operands, span_of
+from nanovllm.ops.linear.triton_codes import fields_of, grouping, operands, results, span_of
 from nanovllm.ops.linear.triton_many_rows import ask
 from nanovllm.ops.triton_parts import activated, launch_options, rounded
-from nanovllm.types import Float, Float32, Tensor
+from nanovllm.types import Float, Tensor
 
 LINE = 128  # bytes of a cache line of L2
 MOST_ASKED = 1024  # bytes of each output's codes that a program prefetches into L2 before it waits
@@ -103,37 +103,15 @@ def product(
     pdl: bool,
     act: str = "silu",
     asm: bool = False,
-) -> Float[Tensor, "B N"]:
+) -> Float[Tensor, "*parts B N"]:
     """Compute `x @ weight.T + bias`, or `act(gate) * up` for a gate and an up projection stacked in `weight`.
 
-    All tensors are contiguous, `weight` is `in_gpu_layout` and has no order, and `tile.parts` is 1. `asm` is as in
-    `triton_quantised_few.launch`.
+    If `tile.parts` is more than 1, compute the partial sums of `x @ weight.T` over parts of K, in float32 `[parts, B, N]`. All tensors are
+    contiguous, and `weight` is `in_gpu_layout` and has no order. `asm` is as in `triton_quantised_few.launch`.
     """
-    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-    y = torch.empty((x.shape[0], outputs), dtype=x.dtype, device=x.device)
-    _launch(x, weight, bias, y, outputs, gated, tile, pdl, act, asm)
-    return y
-
-
-def partial_product(
-    x: Float[Tensor, "B K"], weight: QuantisedMatrix, tile: ManyTile, pdl: bool, asm: bool = False
-) -> Float32[Tensor, "parts B N"]:
-    """Compute `x @ weight.T` as partial sums over parts of K; `tile.parts` is more than 1."""
-    y = torch.empty((tile.parts, x.shape[0], weight.shape[0]), dtype=torch.float32, device=x.device)
-    _launch(x, weight, None, y, weight.shape[0], False, tile, pdl, "silu", asm)
-    return y
-
-
-def _kind(weight: QuantisedMatrix) -> tuple[int, int, int, bool]:
-    """Return `GROUP`, `GROUPS`, `ROWS` and `ZEROS` of the kernels."""
-    return weight.group, weight.scales.shape[1], weight.rows, weight.zeros is not None
-
-
-def _launch(
-    x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, y: Tensor, outputs: int, gated: bool, tile: ManyTile, pdl: bool, act: str,
-    asm: bool,
-) -> None:  # fmt: skip
     (rows, columns), width = x.shape, weight.width
+    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    y, biased = results(x, outputs, tile.parts), bias is not None and tile.parts == 1
     part = triton.cdiv(triton.cdiv(width, tile.depth), tile.parts) * tile.depth
     whole = width == part * tile.parts and columns == weight.fields * width
     asked = min(MOST_ASKED, (part & -part) * 2) // LINE  # a power of two
@@ -142,10 +120,11 @@ def _launch(
     kernel: Any = _product
     with torch.cuda.device_of(x):
         kernel[(triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, tile.rows), tile.parts)](
-            x, *operands(weight), x if bias is None else bias, y, rows, outputs, columns, width, part, tile.rows, tile.outputs, tile.depth,
-            tile.stages, weight.bits == 4, weight.kind == "fp8", scale_form(weight, tile.depth), *_kind(weight), bias is not None, gated,
-            act, tile.parts, whole, lines, asm, pdl, **options,
+            x, *operands(weight), bias if biased else x, y, rows, outputs, columns, width, part, tile.rows, tile.outputs, tile.depth,
+            tile.stages, weight.bits == 4, weight.kind == "fp8", scale_form(weight, tile.depth), *grouping(weight), biased, gated, act,
+            tile.parts, whole, lines, asm, pdl, **options,
         )  # fmt: skip
+    return y
 
 
 def dequantise(weight: QuantisedMatrix, first: int, out: Float[Tensor, "N K"], asm: bool = False) -> None:
@@ -154,6 +133,6 @@ def dequantise(weight: QuantisedMatrix, first: int, out: Float[Tensor, "N K"], a
     kernel: Any = _dequantise
     with torch.cuda.device_of(out):
         kernel[(triton.cdiv(rows, HEIGHT), triton.cdiv(width, WRITTEN))](
-            *operands(weight), out, rows, first, columns, width, HEIGHT, WRITTEN, weight.bits == 4, weight.kind == "fp8", *_kind(weight),
+            *operands(weight), out, rows, first, columns, width, HEIGHT, WRITTEN, weight.bits == 4, weight.kind == "fp8", *grouping(weight),
             asm,
         )  # fmt: skip

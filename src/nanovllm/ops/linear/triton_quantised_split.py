@@ -17,13 +17,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.ops.linear.quantised_tiles import SplitTile, scale_form, split_columns
-from nanovllm.ops.linear.triton_codes import fields_of, numbers, operands, span_of, unit_of
+from nanovllm.ops.linear.triton_codes import fields_of, grouping, numbers, operands, results, span_of, unit_of
 from nanovllm.ops.linear.triton_many_rows import ask
+from nanovllm.ops.linear.triton_quantised_many import LINE, MOST_ASKED
 from nanovllm.ops.triton_parts import activated, launch_options, rounded
-from nanovllm.types import Float, Float32, Tensor
-
-LINE = 128  # bytes of a cache line of L2
-MOST_ASKED = 1024  # bytes of each output's codes that a program prefetches into L2 before it waits
+from nanovllm.types import Float, Tensor
 
 
 @triton.jit
@@ -148,35 +146,18 @@ def product(
     pdl: bool,
     act: str = "silu",
     asm: bool = False,
-) -> Float[Tensor, "B N"]:
+) -> Float[Tensor, "*parts B N"]:
     """Compute what `triton_quantised_many.product` computes, for at most `SPLIT_ROWS` rows and a tile that `split_fits`."""
-    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-    y = torch.empty((x.shape[0], outputs), dtype=x.dtype, device=x.device)
-    _launch(x, weight, bias, y, outputs, gated, tile, pdl, act, asm)
-    return y
-
-
-def partial_product(
-    x: Float[Tensor, "B K"], weight: QuantisedMatrix, tile: SplitTile, pdl: bool, asm: bool = False
-) -> Float32[Tensor, "parts B N"]:
-    """Compute `x @ weight.T` as partial sums over parts of K; `tile.parts` is more than 1."""
-    y = torch.empty((tile.parts, x.shape[0], weight.shape[0]), dtype=torch.float32, device=x.device)
-    _launch(x, weight, None, y, weight.shape[0], False, tile, pdl, "silu", asm)
-    return y
-
-
-def _launch(
-    x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, y: Tensor, outputs: int, gated: bool, tile: SplitTile, pdl: bool, act: str,
-    asm: bool,
-) -> None:  # fmt: skip
     (rows, columns), width, form = x.shape, weight.width, scale_form(weight, tile.depth)
+    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    y, biased = results(x, outputs, tile.parts), bias is not None and tile.parts == 1
     own = width // (tile.parts * tile.warps)
     lines = max(1, min(MOST_ASKED // tile.warps, (own & -own) * 2) // LINE)  # a power of two
     kernel: Any = _split_product
     with torch.cuda.device_of(x):
         kernel[(triton.cdiv(outputs, tile.outputs), tile.parts)](
-            x, *operands(weight), x if bias is None else bias, y, rows, outputs, columns, width, own, split_columns(rows), tile.outputs,
-            tile.warps, tile.depth, tile.stages, weight.bits == 4, weight.kind == "fp8", form, weight.group, weight.scales.shape[1],
-            weight.rows, weight.zeros is not None, bias is not None, gated, act, tile.parts, lines, asm, pdl,
-            **launch_options(tile.warps, pdl),
+            x, *operands(weight), bias if biased else x, y, rows, outputs, columns, width, own, split_columns(rows), tile.outputs,
+            tile.warps, tile.depth, tile.stages, weight.bits == 4, weight.kind == "fp8", form, *grouping(weight), biased, gated, act,
+            tile.parts, lines, asm, pdl, **launch_options(tile.warps, pdl),
         )  # fmt: skip
+    return y
