@@ -10,7 +10,8 @@ import pytest
 pytest.importorskip("langchain_openai", reason="needs langchain-openai: pip install -e 'integrations/langchain-nanovllm[test]'")
 
 import openai
-from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage
+from langchain_core.messages import AIMessage, HumanMessage
+from langchain_core.messages.ai import add_ai_message_chunks
 from pydantic import BaseModel
 from tests.entrypoints.server.live import Live
 from tests.entrypoints.server.scripted import say, scripted
@@ -38,14 +39,6 @@ def chat(server: Live, **options: Any) -> ChatNanoVLLM:
     return ChatNanoVLLM(base_url=f"http://127.0.0.1:{server.port}/v1", **given)
 
 
-def joined(pieces: Iterator[Any]) -> AIMessageChunk:
-    whole = None
-    for piece in pieces:
-        whole = piece if whole is None else whole + piece
-    assert isinstance(whole, AIMessageChunk)
-    return whole
-
-
 def test_defaults_are_this_machine_and_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NANOVLLM_API_KEY", "NANOVLLM_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
@@ -56,7 +49,7 @@ def test_defaults_are_this_machine_and_no_key(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("output_version", ["v0", "v1"])
 def test_think_blocks_stay(thinking: Live, output_version: Literal["v0", "v1"]) -> None:
     model = chat(thinking, output_version=output_version)
-    for reply in (model.invoke(THOUGHT), joined(model.stream(THOUGHT))):
+    for reply in (model.invoke(THOUGHT), add_ai_message_chunks(*model.stream(THOUGHT))):
         assert reply.text == "Yes." and reply.additional_kwargs["reasoning_content"] == "Hm."
         assert [block["type"] for block in reply.content_blocks] == ["reasoning", "text"]
         assert reply.content_blocks[0].get("reasoning") == "Hm."
@@ -86,7 +79,7 @@ def test_chunks_are_reused_and_kept(live: Live) -> None:
     assert details and details["cache_read"] >= 11
     told = reply.response_metadata["nanovllm"]
     assert told["chunks"] == ["facts"] and told["exact"] is True and told["kept"]["name"] == "talk"
-    streamed = joined(model.bind(chunks=["talk"], keep="talk", keep_replace=True).stream("And where?"))
+    streamed = add_ai_message_chunks(*model.bind(chunks=["talk"], keep="talk", keep_replace=True).stream("And where?"))
     told = streamed.response_metadata["nanovllm"]
     assert told["chunks"] == ["talk"] and told["kept"]["name"] == "talk"
     assert streamed.usage_metadata and streamed.usage_metadata["input_token_details"]["cache_read"] > details["cache_read"]

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("langchain_openai", reason="needs langchain-openai: pip install -e 'integrations/langchain-nanovllm[test]'")
 
 import nanovllm as nv
-from langchain_core.messages import AIMessageChunk
+from langchain_core.messages.ai import add_ai_message_chunks
 from langchain_core.tools import tool
 from nanovllm.entrypoints.openai_chat import OpenAIChat
 from tests.entrypoints.server.live import Live
@@ -43,14 +43,6 @@ def wait_until_idle(model: ChatNanoVLLMInProcess) -> None:
     nv.check(model.loaded().llm.state)
 
 
-def joined(pieces: Iterator[Any]) -> AIMessageChunk:
-    whole = None
-    for piece in pieces:
-        whole = piece if whole is None else whole + piece
-    assert isinstance(whole, AIMessageChunk)
-    return whole
-
-
 def test_replies_are_those_of_a_server(model: ChatNanoVLLMInProcess) -> None:
     with Live() as live:
         served = ChatNanoVLLM(model="tiny", base_url=f"http://127.0.0.1:{live.port}/v1", temperature=0, max_tokens=200)
@@ -61,7 +53,7 @@ def test_replies_are_those_of_a_server(model: ChatNanoVLLMInProcess) -> None:
             )
             assert ours.usage_metadata and theirs.usage_metadata
             assert ours.usage_metadata["total_tokens"] == theirs.usage_metadata["total_tokens"]
-            streamed = joined(model.stream(QUESTION, **more))
+            streamed = add_ai_message_chunks(*model.stream(QUESTION, **more))
             assert streamed.content == ours.content and streamed.usage_metadata
 
 
@@ -72,7 +64,7 @@ def test_chunks_are_values(model: ChatNanoVLLMInProcess) -> None:
     reply = model.invoke("Who is the king of Aistonia?", chunks=[facts], keep="talk")
     assert reply.usage_metadata and reply.usage_metadata["input_token_details"]["cache_read"] >= len(facts)
     assert reply.response_metadata["nanovllm"]["kept"]["tokens"] == len(chat.chunks["talk"])
-    again = joined(model.stream("And where?", chunks=["talk"]))
+    again = add_ai_message_chunks(*model.stream("And where?", chunks=["talk"]))
     assert again.usage_metadata and again.usage_metadata["input_token_details"]["cache_read"] >= len(chat.chunks["talk"])
     with pytest.raises(nv.UnknownChunkError, match="nothing"):
         model.invoke("Hello", chunks=["nothing"])
@@ -111,7 +103,7 @@ def test_cancelling_a_task_cancels_its_request(model: ChatNanoVLLMInProcess) -> 
 
 def test_calls_wait_within_a_running_event_loop(model: ChatNanoVLLMInProcess) -> None:
     async def cell() -> tuple[str, str]:  # as in a notebook
-        return model.invoke(QUESTION).text, joined(model.stream(QUESTION)).text
+        return model.invoke(QUESTION).text, add_ai_message_chunks(*model.stream(QUESTION)).text
 
     whole, streamed = asyncio.run(cell())
     assert whole == streamed == asyncio.run(model.ainvoke(QUESTION)).text
@@ -138,7 +130,7 @@ def test_tools_are_forced_and_think_blocks_stay() -> None:
     text = say("<think>\nHm.\n</think>\n\n" + call, "It is 65.")
     for choice in ("auto", "any", "add"):
         bound = model.bind_tools([add], tool_choice=choice)
-        for reply in (bound.invoke(text), joined(bound.stream(text))):
+        for reply in (bound.invoke(text), add_ai_message_chunks(*bound.stream(text))):
             assert [(each["name"], each["args"]) for each in reply.tool_calls] == [("add", {"first": 27, "second": 38})]
             assert reply.additional_kwargs["reasoning_content"] == "Hm."
     after = model.bind_tools([add]).invoke([("user", text), reply, add.invoke(reply.tool_calls[0])])
