@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from nanovllm.config import ModelConfig, for_length
+from nanovllm.config import Mesh, ModelConfig, for_length
 from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.loading.hub import read_json, require_whole, resolve_folder
 from nanovllm.loading.quantisation.activations import require_fp8_products, require_fp8_weights, with_fp8_activations
@@ -20,6 +20,7 @@ from nanovllm.loading.tokenizer_files import load_tokenizer
 from nanovllm.loading.transformers.spec import TransformersSpec
 from nanovllm.loading.weights import load_params, stored_head
 from nanovllm.models.common.hf_config import HF, read_ids
+from nanovllm.models.common.sharding import sharded_config
 from nanovllm.models.model import Model
 from nanovllm.models.registry import REGISTRY, fitted
 from nanovllm.models.spec import ModelSpec
@@ -44,6 +45,7 @@ def load_model(
     quantization: Literal["fp8", "int8", "int4"] | None = None,
     quantize_head: bool = False,
     fp8_activations: bool = False,
+    mesh: Mesh | None = None,
 ) -> Model:
     """Load a model: the weights, the config and the tokenizer of a checkpoint.
 
@@ -70,6 +72,8 @@ def load_model(
         quantize_head: Whether the output matrix is rounded, too. If it is also the embedding table, the table stays as it is.
         fp8_activations: Whether products of more than 512 prompt tokens with FP8 weights that have a scale per row round the activations
             to FP8, too. That makes long prompts faster and less exact, and a token's KV may then depend on how many others ran with it.
+        mesh: The ranks that run the model together, from `make_mesh`. Each reads its own part of the weights, and the sizes in
+            `Model.config` are those of this part. None: one rank runs the model.
 
     Returns:
         The model, with its weights on `device` in `dtype`.
@@ -113,6 +117,8 @@ def load_model(
     if fp8_activations:
         require_fp8_weights(rounding, stored=stored is not None)
     how: dict[str, Any] = {"device": target, "dtype": chosen, "progress": progress}
+    if isinstance(spec, TransformersSpec) and mesh is not None:
+        raise InvalidRequestError(f"mesh={mesh!r} needs a built-in architecture, {config.architecture} runs in transformers")
     if isinstance(spec, TransformersSpec):
         if rounding is not None:
             raise InvalidRequestError(
@@ -120,10 +126,10 @@ def load_model(
             )
         (params, fingerprint), quantised = spec.load(folder, config, **how), ""
     else:
-        params, fingerprint, quantised = load_params(folder, config, **how, quantisation=stored, rounding=rounding)
+        params, fingerprint, quantised = load_params(folder, config, **how, quantisation=stored, rounding=rounding, mesh=mesh)
     model = Model(
         name=name,
-        config=with_ends(config, ends),
+        config=with_ends(config if mesh is None else sharded_config(config, mesh), ends),
         params=params,
         tokenizer=encoder,
         spec=spec,

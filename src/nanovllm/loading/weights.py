@@ -19,8 +19,8 @@ import torch
 from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
-from nanovllm.config import ModelConfig
-from nanovllm.errors import CheckpointError
+from nanovllm.config import Mesh, ModelConfig
+from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.loading.quantisation.arranging import arranged
 from nanovllm.loading.quantisation.config import Quantisation
 from nanovllm.loading.quantisation.formats import STORED
@@ -28,7 +28,8 @@ from nanovllm.loading.quantisation.rounding import Rounding, quantisable
 from nanovllm.loading.quantisation.stored import UNQUANTISED, StoredMatrices, module_of, stored_matrices
 from nanovllm.loading.safetensors_headers import TensorHeader, read_headers
 from nanovllm.loading.shards import Shards
-from nanovllm.models.common.params import ParamInfo, Params, as_kept, as_stored
+from nanovllm.models.common.params import ParamInfo, Params, Part, Ranges, as_kept, as_stored
+from nanovllm.models.common.sharding import cut, sharded_table
 from nanovllm.models.init_params import build_params, dtype_for, infos, num_stored
 from nanovllm.models.registry import REGISTRY
 from nanovllm.models.spec import ModelSpec
@@ -121,6 +122,7 @@ def load_params(
     progress: bool | None = None,
     quantisation: Quantisation | None = None,
     rounding: Rounding | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[Params[Tensor], str, str]:
     """Load the weights of a checkpoint folder on `device` in `dtype`.
 
@@ -132,6 +134,8 @@ def load_params(
         progress: Whether to show a progress bar on stderr. None: only if stderr is a terminal.
         quantisation: What the config says about quantised weights.
         rounding: How to quantise matrices while they are loaded; None: not.
+        mesh: The ranks among which the weights are cut. A rank reads the bytes of its part alone, except for matrices that the checkpoint
+            has quantised: these are read whole, one after another. None: one rank has all.
 
     Returns:
         The weights, the checkpoint's fingerprint, and how the weights are quantised, in words.
@@ -144,21 +148,23 @@ def load_params(
     stored = stored_matrices(headers, table, quantisation)
     for fault in header_faults(headers, table, config, stored):
         raise CheckpointError(fault)
+    table = table if mesh is None else sharded_table(table, config, mesh)
     rounded = set[int]() if rounding is None else {id(info) for info in quantisable(table, head=rounding.head)}
     with ExitStack() as stack:
         files = {file: stack.enter_context(file.open("rb", buffering=0)) for file in {h.file for h in headers.values()}}
         sources = [name for info in infos(table) for name in info.sources]
         parts = [part for name in sources for part in (stored.read(name, headers).values() if name in stored.formats else (name,))]
-        total = sum(headers[name].stop - headers[name].start for name in parts)
+        taken = {name: each for info in infos(table) for name, each in zip(info.sources, info.taken, strict=bool(info.taken))}
+        total = sum(_size(headers[name], *taken.get(name, ((), ()))) for name in parts)
         hide = not (sys.stderr.isatty() if progress is None else progress)
         look = {"desc": "weights", "unit": "B", "unit_scale": True, "unit_divisor": 1024, "leave": False}
         bar = stack.enter_context(tqdm(total=total, disable=hide, **look))
         stage = torch.empty(STAGE, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
-        def read_into(flat: Tensor, name: str) -> None:
+        def read_into(flat: Tensor, name: str, ranges: tuple[Ranges, Ranges] = ((), ())) -> None:
             header = headers[name]
-            _read_into(flat, header, files[header.file], stage)
-            bar.update(header.stop - header.start)
+            _read_into(flat, header, files[header.file], stage, *ranges)
+            bar.update(_size(header, *ranges))
 
         def tensor(name: str) -> Tensor:
             header = headers[name]
@@ -181,13 +187,13 @@ def load_params(
 
         def read(info: ParamInfo) -> Any:
             if any(name in stored.formats for name in info.sources):
-                return arranged(info, [matrix(name) for name in info.sources], dtype_for(info, dtype))
-            flat, at = torch.empty(num_stored(info), dtype=dtype_for(info, dtype), device=device), 0
-            for name in info.sources:
-                size = math.prod(headers[name].shape)
-                read_into(flat[at : at + size], name)
-                at += size
-            kept = as_kept(info, flat)
+                return arranged(info, [_own_part(matrix(name), taken.get(name)) for name in info.sources], dtype_for(info, dtype))
+            whole = max(num_stored(info), math.prod(info.shape) if info.part.missing else 0)
+            flat, at = torch.empty(whole, dtype=dtype_for(info, dtype), device=device), 0
+            for name, shape in zip(info.sources, info.source_shapes, strict=True):
+                read_into(flat[at : (at := at + math.prod(shape))], name, taken.get(name, ((), ())))
+            flat[at:] = 0  # rows that make all ranks equal
+            kept = as_kept(info, flat.zero_() if info.part.zero else flat)
             return quantise(kept, rounding.kind) if rounding is not None and id(info) in rounded else kept
 
         try:
@@ -200,20 +206,55 @@ def load_params(
     return params, mark if rounding is None else rounding.mark(mark), stored.summary if rounding is None else rounding.summary
 
 
-def _read_into(flat: Tensor, header: TensorHeader, stream: RawIOBase, stage: Tensor) -> None:
+def _size(header: TensorHeader, rows: Ranges, columns: Ranges) -> int:
+    """The bytes of some rows and columns of a tensor; without ranges, of all."""
+    if not columns:
+        return header.stop - header.start
+    height, width = (sum(last - first for first, last in ranges) for ranges in (rows, columns))
+    return height * width * STORED[header.dtype].itemsize
+
+
+def _own_part(matrix: QuantisedMatrix | Tensor, ranges: tuple[Ranges, Ranges] | None) -> QuantisedMatrix | Tensor:
+    """The rows or the columns that a rank has of a matrix."""
+    if ranges is None:
+        return matrix
+    (rows, columns), (height, width) = ranges, matrix.shape
+    try:
+        part = Part(axis=-2, ranges=rows) if columns == ((0, width),) else Part(axis=-1, ranges=columns)
+        return cut(part, matrix)
+    except InvalidRequestError as error:
+        raise CheckpointError(str(error)) from None
+
+
+def _pieces(header: TensorHeader, rows: Ranges, columns: Ranges) -> Iterator[tuple[int, int]]:
+    """The places in its file, first and last (exclusive), of some rows and columns of a tensor; without ranges, of all."""
+    size, width = STORED[header.dtype].itemsize, math.prod(header.shape[1:])
+    if not columns:
+        yield header.start, header.stop
+        return
+    whole = columns == ((0, width),)
+    for first, last in rows:
+        for row, end in ((first, last),) if whole else ((row, row + 1) for row in range(first, last)):
+            for left, right in columns:
+                yield header.start + (row * width + left) * size, header.start + ((end - 1) * width + right) * size
+
+
+def _read_into(flat: Tensor, header: TensorHeader, stream: RawIOBase, stage: Tensor, rows: Ranges = (), columns: Ranges = ()) -> None:
     # Plain reads through one small buffer: the pages of a memory map would count as this process's memory until the file is closed.
-    dtype, view, done = STORED[header.dtype], stage.numpy().data, 0
-    stream.seek(header.start)
-    while header.start + done < header.stop:
-        size, got = min(STAGE, header.stop - header.start - done), 0
-        while got < size:
-            count = stream.readinto(view[got:size])
+    dtype, view, at, got = STORED[header.dtype], stage.numpy().data, 0, 0
+    for place, stop in _pieces(header, rows, columns):
+        stream.seek(place)
+        left = stop - place
+        while left:
+            count = stream.readinto(view[got : min(STAGE, got + left)])
             if not count:
                 raise CheckpointError(f"{header.file}: the file ended before the whole tensor was read")
-            got += count
-        first = done // dtype.itemsize
-        flat[first : first + size // dtype.itemsize].copy_(stage[:size].view(dtype))
-        done += size
+            got, left = got + count, left - count
+            if got == STAGE:
+                flat[at : at + STAGE // dtype.itemsize].copy_(stage.view(dtype))
+                at, got = at + STAGE // dtype.itemsize, 0
+    if got:
+        flat[at : at + got // dtype.itemsize].copy_(stage[:got].view(dtype))
 
 
 def save_params(params: Params[Tensor], config: ModelConfig, folder: Path, dtype: torch.dtype) -> None:

@@ -13,6 +13,7 @@ from nanovllm.models.common.batch import Batch
 from nanovllm.models.common.hf_config import HF, read_bool, read_int, read_sizes
 from nanovllm.models.common.layers import ENGINE, PLAIN, Functions, activation, attention
 from nanovllm.models.common.params import Layer, ParamInfo, Params, loaded, rope_info
+from nanovllm.ops.distributed.collectives import all_reduce
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.types import Tensor
 
@@ -116,9 +117,10 @@ def layer(
     h_TM = F.layer_norm(x_TM, x_TM.shape[-1:], w.input_norm, w.input_norm_bias, eps)
     q_THD, k_THD, v_THD = linear(h_TM, w.qkv, w.qkv_bias).unflatten(-1, (-1, config.head_dim)).chunk(3, dim=1)
     a_THD = attention(q_THD, k_THD, v_THD, pages, index, batch, config)
-    x_TM = x_TM + linear(a_THD.flatten(1), w.o, w.o_bias)
+    x_TM = x_TM + all_reduce(linear(a_THD.flatten(1), w.o, w.o_bias), config.mesh)
     h_TM = F.layer_norm(x_TM, x_TM.shape[-1:], w.post_norm, w.post_norm_bias, eps)
-    return x_TM + linear(activation(linear(h_TM, w.gate_up, w.gate_up_bias), config.hidden_act), w.down, w.down_bias)
+    f_TM = activation(linear(h_TM, w.gate_up, w.gate_up_bias), config.hidden_act)
+    return x_TM + all_reduce(linear(f_TM, w.down, w.down_bias), config.mesh)
 
 
 def head(

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from nanovllm.config import ModelConfig, RopeConfig
+from nanovllm.config import Mesh, ModelConfig, RopeConfig
 from nanovllm.models.common.layers import inverse_frequencies
 from nanovllm.models.common.params import ParamInfo, Params, as_kept
+from nanovllm.models.common.sharding import cut, sharded_table
 from nanovllm.models.registry import REGISTRY
 from nanovllm.types import Tensor
 
@@ -34,7 +35,14 @@ def num_params(config: ModelConfig) -> int:
 
 
 def random_params(
-    config: ModelConfig, *, seed: int, device: torch.device, dtype: torch.dtype, std: float = 0.02, drawn_on: torch.device = HOST
+    config: ModelConfig,
+    *,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    std: float = 0.02,
+    drawn_on: torch.device = HOST,
+    mesh: Mesh | None = None,
 ) -> Params[Tensor]:
     """Random weights from the architecture's table: normal with deviation `std`; norm weights are `1 + std * normal`.
 
@@ -48,6 +56,7 @@ def random_params(
         dtype: The dtype of the weights.
         std: The standard deviation.
         drawn_on: The device whose generator is used. A GPU is faster, but its values depend on the kind of GPU (see `drawn_by`).
+        mesh: The ranks among which the weights are cut: each gets its part of the same values. None: one rank has all.
     """
     generator = torch.Generator(drawn_on).manual_seed(seed)
 
@@ -58,7 +67,11 @@ def random_params(
             part.copy_(drawn if part.dtype == dtype else drawn.to(dtype))  # rounded as in a checkpoint of this dtype
         return as_kept(info, flat)
 
-    return build_params(REGISTRY[config.architecture].param_table(config), draw, device)
+    table = REGISTRY[config.architecture].param_table(config)
+    if mesh is None:
+        return build_params(table, draw, device)
+    parts = iter([info.part for info in infos(sharded_table(table, config, mesh)) if info.rope is None])
+    return build_params(table, lambda info: cut(next(parts), draw(info)), device)
 
 
 def drawn_by(device: torch.device) -> str:

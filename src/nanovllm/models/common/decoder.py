@@ -10,6 +10,7 @@ from nanovllm.models.common import layers
 from nanovllm.models.common.batch import Batch
 from nanovllm.models.common.hidden import Added, added, require_hidden
 from nanovllm.models.common.params import Params
+from nanovllm.ops.distributed.collectives import all_gather_columns
 from nanovllm.ops.elementwise.norm_rope import soft_cap
 from nanovllm.state.kv_cache import KVState
 from nanovllm.types import Float, Tensor
@@ -109,4 +110,5 @@ def logits(
     """The logits of the last layer's output, computed by `head`, and soft-capped by `cap` if the model has a soft cap."""
     weight = params.embed if params.head is None else params.head
     bias = () if params.final_norm_bias is None else (params.final_norm_bias,)
-    return cap(head(x_RM, params.final_norm, weight, config.rms_norm_eps, *bias), config.logit_softcap)
+    own = head(x_RM, params.final_norm, weight, config.rms_norm_eps, *bias)
+    return cap(all_gather_columns(own, config.mesh, config.vocab_size), config.logit_softcap)

@@ -17,6 +17,7 @@ from nanovllm.models.common.batch import Batch
 from nanovllm.models.common.params import Experts, Layer, Params
 from nanovllm.ops import kv_write, paged_decode, paged_prefill, route
 from nanovllm.ops.attention.whole_prompts import attend_prompts
+from nanovllm.ops.distributed.collectives import all_reduce
 from nanovllm.ops.elementwise.decode_rows import angles, rotary_angles
 from nanovllm.ops.elementwise.norm_rope import apply_rope, rms_norm
 from nanovllm.ops.linear.linear import linear
@@ -102,10 +103,19 @@ def embed(params: Params[Tensor], batch: Batch, config: ModelConfig, rows: Float
 
     `rows` are taken in place of the rows of the embedding table.
     """
-    x_TM = F.embedding(batch.input_ids, params.embed) if rows is None else rows.to(params.embed.dtype)
+    x_TM = looked_up(params.embed, batch.input_ids, config) if rows is None else rows.to(params.embed.dtype)
     if config.embed_scale != 1.0:
         x_TM = x_TM * torch.full((), config.embed_scale, dtype=x_TM.dtype, device=x_TM.device)
     return x_TM if params.positions is None else x_TM + F.embedding(batch.positions, params.positions)
+
+
+def looked_up(table: Tensor, input_ids: Tensor, config: ModelConfig) -> Float[Tensor, "T M"]:
+    """The rows of the embedding table. If ranks share it, each gives zeros for the tokens of the others, and the sum is exact."""
+    if (mesh := config.mesh) is None:
+        return F.embedding(input_ids, table)
+    own = input_ids - mesh.rank * table.shape[0]
+    here = (own >= 0) & (own < table.shape[0])
+    return all_reduce(F.embedding(torch.where(here, own, 0), table) * here.unsqueeze(1), mesh)
 
 
 def given_each(
@@ -139,9 +149,9 @@ def layer(
     q_THD = apply_rope(q_THD if w.q_norm is None else rms_norm(q_THD, w.q_norm, eps), cos, sin)
     k_TKD = apply_rope(k_TKD if w.k_norm is None else rms_norm(k_TKD, w.k_norm, eps), cos, sin)
     a_THD = attention(q_THD, k_TKD, v_TKD, pages, index, batch, config)
-    a_TM = functions.linear(a_THD.flatten(1), w.o, w.o_bias)
+    a_TM = all_reduce(functions.linear(a_THD.flatten(1), w.o, w.o_bias), config.mesh)
     x_TM = x_TM + (a_TM if w.o_norm is None else rms_norm(a_TM, w.o_norm, eps))
-    f_TM = feed_forward(rms_norm(x_TM, w.post_norm, eps), w, config, functions)
+    f_TM = all_reduce(feed_forward(rms_norm(x_TM, w.post_norm, eps), w, config, functions), config.mesh)
     return x_TM + (f_TM if w.down_norm is None else rms_norm(f_TM, w.down_norm, eps))
 
 
@@ -162,7 +172,7 @@ def attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, pages: Tensor | None,
 
 
 def feed_forward(x_TM: Tensor, w: Layer[Tensor], config: ModelConfig, functions: Functions = ENGINE) -> Tensor:
-    """A layer's gated MLP, its experts, or the sum of both, `[T, M]`."""
+    """A layer's gated MLP, its experts, or the sum of both, `[T, M]`. If ranks share the layer, it is this rank's part of the sum."""
     routed_TM = None
     if w.experts is not None and config.moe is not None:
         routed_TM = mixture(x_TM, w.experts, config.moe, config.hidden_act, functions)

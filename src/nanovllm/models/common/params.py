@@ -18,6 +18,26 @@ from nanovllm.types import Tensor, brief_fields, register_value
 P = TypeVar("P")
 
 
+Ranges = tuple[tuple[int, int], ...]  # first and last (exclusive) of each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one of several ranks has of a parameter; see `models/common/sharding.py`.
+
+    Attributes:
+        axis: The axis that is cut, from the end: -1 for columns, -2 for the rows of a matrix. None: the rank has the whole parameter.
+        ranges: The ranges of that axis which the rank has, in their order.
+        missing: How many rows of zeros follow, so that all ranks have as many.
+        zero: Whether the rank has zeros, because rank 0 has the values.
+    """
+
+    axis: int | None = None
+    ranges: Ranges = ()
+    missing: int = 0
+    zero: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamInfo:
     """The description of one parameter: its shape, its checkpoint tensors, and how it is initialised at random.
@@ -39,6 +59,8 @@ class ParamInfo:
             padded with zeros at the end.
         columns: Whether heads lie along axis 1 in place of axis 0.
         rope: The rotary embedding whose speeds are computed, for `kind="rope"`.
+        part: What this rank has of the parameter. All other fields then describe that part.
+        taken: For each checkpoint tensor, the ranges of rows and the ranges of columns that are read. Empty: all is read.
 
     Examples:
         >>> info = model.spec.param_table(model.config).layers[0].qkv
@@ -60,6 +82,8 @@ class ParamInfo:
     turned: int = 0
     columns: bool = False
     rope: RopeConfig | None = None
+    part: Part = Part()
+    taken: tuple[tuple[Ranges, Ranges], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

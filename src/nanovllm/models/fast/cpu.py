@@ -68,6 +68,8 @@ def unknown(params: Params[Any], config: ModelConfig) -> str:
     """The feature of a model that these functions do not support; empty if they support all. They support windows and soft caps."""
     if known := beyond(params, config):
         return known
+    if config.mesh is not None:
+        return "layers that several ranks share"
     weights = (params.head, *(matrix for layer in params.layers for matrix in matrices(layer)))
     for matrix in weights if config.moe is None else ():
         if isinstance(matrix, QuantisedMatrix) and (why := unsupported(matrix)):

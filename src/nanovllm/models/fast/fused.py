@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, overload
 
-from nanovllm.config import ModelConfig
+from nanovllm.config import Mesh, ModelConfig
 from nanovllm.models.common import decoder, layers
 from nanovllm.models.common.batch import Batch
 from nanovllm.models.common.hidden import require_layer
@@ -19,6 +19,7 @@ from nanovllm.ops.attention.paged_prefill import paged_prefill
 from nanovllm.ops.attention.rope_attend import rope_attend, rope_write
 from nanovllm.ops.backends import own_kernels
 from nanovllm.ops.cuts import Cut
+from nanovllm.ops.distributed.collectives import all_gather_columns, all_reduce
 from nanovllm.ops.elementwise.decode_rows import capped_logits
 from nanovllm.ops.linear import norm_linear as few
 from nanovllm.ops.linear.linear import linear
@@ -168,7 +169,8 @@ def forward(
     if last is not None:
         out = decoder.logits(last, x, params, config, cap=capped_logits)
     else:
-        out = capped_logits(linear(h, params.embed if params.head is None else params.head), config.logit_softcap)
+        own = linear(h, params.embed if params.head is None else params.head)
+        out = capped_logits(all_gather_columns(own, config.mesh, config.vocab_size), config.logit_softcap)
     return (out, kv) if capture_hidden is None else (out, kv, tuple(captured[at] for at in capture_hidden))
 
 
@@ -207,12 +209,12 @@ def decode_layer(
     """Donates `pages`. One decoder layer for few tokens, with the signature of a model's `layer`. Writes k and v into layer `index`."""
     eps = config.rms_norm_eps
     a = _attend(w, norm_linear(x, w.qkv, gain=w.input_norm, bias=w.qkv_bias, eps=eps, cut=cuts.qkv), pages, index, cos, sin, batch, config)
-    x = _added(a, w.o, w.o_bias, w.o_norm, x, eps, cuts.o)
+    x = _added(a, w.o, w.o_bias, w.o_norm, x, eps, cuts.o, config.mesh)
     y = 0.0 if w.experts is None else _routed(w, norm_add(x, w.post_norm, None, eps), config)
     if w.gate_up is None or w.down is None:
         return x + y
     h = norm_linear(x, w.gate_up, gain=w.post_norm, eps=eps, gated=True, act=config.hidden_act, cut=cuts.gate_up)
-    x = _added(h, w.down, w.down_bias, w.down_norm, x, eps, cuts.down)
+    x = _added(h, w.down, w.down_bias, w.down_norm, x, eps, cuts.down, config.mesh)
     return x if w.experts is None else x + y
 
 
@@ -256,13 +258,13 @@ def wide_layer(
         a, x, cuts = a[wanted], x[wanted], DEFAULT  # `cuts` is tuned for the number of all tokens
         if not len(wanted):
             return x, x
-    x, h = linear_add_norm(a, w.o, w.o_bias, x, w.post_norm, eps, inner=w.o_norm, cut=cuts.o)
+    x, h = _added_normed(a, w.o, w.o_bias, x, w.post_norm, eps, w.o_norm, cuts.o, config.mesh)
     if w.experts is not None:
         x = x + _routed(w, h, config)
     if w.gate_up is None or w.down is None:
         return x, norm_add(x, gain, None, eps)
     h = norm_linear(h, w.gate_up, gated=True, act=config.hidden_act, cut=cuts.gate_up)
-    return linear_add_norm(h, w.down, w.down_bias, x, gain, eps, inner=w.down_norm, cut=cuts.down)
+    return _added_normed(h, w.down, w.down_bias, x, gain, eps, w.down_norm, cuts.down, config.mesh)
 
 
 def head(
@@ -292,17 +294,38 @@ def _added(
     residual: Tensor,
     eps: float,
     cut: Cut,
+    mesh: Mesh | None,
 ) -> Float[Tensor, "T M"]:
-    """A product plus the residual. With a norm weight, the product is normed before the sum, in one more launch."""
-    if gain is None:
+    """A product, summed over the ranks, plus the residual. With a norm weight, the product is normed before the sum, in one more launch."""
+    if gain is None and mesh is None:
         return norm_linear(x, weight, bias=bias, residual=residual, cut=cut)
-    return norm_add(norm_linear(x, weight, bias=bias, cut=cut), gain, residual, eps)
+    product = all_reduce(norm_linear(x, weight, bias=bias, cut=cut), mesh)
+    return residual + product if gain is None else norm_add(product, gain, residual, eps)
+
+
+def _added_normed(
+    x: Float[Tensor, "T K"],
+    weight: Tensor | QuantisedMatrix,
+    bias: Tensor | None,
+    residual: Tensor,
+    gain: Tensor,
+    eps: float,
+    inner: Tensor | None,
+    cut: Cut,
+    mesh: Mesh | None,
+) -> tuple[Float[Tensor, "T M"], Float[Tensor, "T M"]]:
+    """As `linear_add_norm`, with the product summed over the ranks."""
+    if mesh is None:
+        return linear_add_norm(x, weight, bias, residual, gain, eps, inner=inner, cut=cut)
+    product = all_reduce(linear(x, weight, bias), mesh)
+    x = residual + product if inner is None else norm_add(product, inner, residual, eps)
+    return x, norm_add(x, gain, None, eps)
 
 
 def _routed(w: Layer[Tensor], h: Float[Tensor, "T M"], config: ModelConfig) -> Float[Tensor, "T M"]:
-    """The output of a layer's experts. `h` is the output of its second norm."""
+    """The output of a layer's experts, summed over the ranks. `h` is the output of its second norm."""
     assert w.experts is not None and config.moe is not None
-    return layers.mixture(h, w.experts, config.moe, config.hidden_act)
+    return all_reduce(layers.mixture(h, w.experts, config.moe, config.hidden_act), config.mesh)
 
 
 def _attend(

@@ -1,0 +1,47 @@
+"""The collective operations of a model's layers, as custom ops: they take the handle of a group."""
+
+import torch
+
+from nanovllm.config import Mesh
+from nanovllm.ops.attention.plan_table import lookup
+from nanovllm.ops.distributed.group import Group
+from nanovllm.types import Float, Tensor
+
+_LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
+_LIBRARY.define("all_reduce(Tensor x, SymInt group) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_LIBRARY.define("all_gather(Tensor x, SymInt group, SymInt size) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def all_reduce(x: Float[Tensor, "..."], mesh: Mesh | None) -> Float[Tensor, "..."]:
+    """The sum of a tensor over the ranks of a mesh, with the same bits on every rank. Without a mesh, `x` itself."""
+    return x if mesh is None else torch.ops.nanovllm.all_reduce.default(x, mesh.group)
+
+
+def all_gather_columns(x: Float[Tensor, "R N"], mesh: Mesh | None, width: int) -> Float[Tensor, "R V"]:
+    """The ranks' columns side by side, up to `width`, with the same bits on every rank. Without a mesh, `x` itself."""
+    if mesh is None:
+        return x
+    parts = torch.ops.nanovllm.all_gather.default(x, mesh.group, mesh.size)
+    return parts.transpose(0, 1).reshape(x.shape[0], -1)[:, :width]
+
+
+@torch.library.register_fake("nanovllm::all_reduce", lib=_LIBRARY)
+def _fake_reduced(x: Tensor, group: int) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.register_fake("nanovllm::all_gather", lib=_LIBRARY)
+def _fake_gathered(x: Tensor, group: int, size: int) -> Tensor:
+    return x.new_empty((size, *x.shape))
+
+
+def _all_reduce(x: Tensor, group: int) -> Tensor:
+    return lookup(group, Group).all_reduce(x)
+
+
+def _all_gather(x: Tensor, group: int, size: int) -> Tensor:
+    return lookup(group, Group).all_gather(x)
+
+
+_LIBRARY.impl("all_reduce", _all_reduce, "CompositeExplicitAutograd")
+_LIBRARY.impl("all_gather", _all_gather, "CompositeExplicitAutograd")

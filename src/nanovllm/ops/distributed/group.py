@@ -1,0 +1,42 @@
+"""What a group of ranks can do. Ops find their group by an integer handle, as they find attention plans.
+
+Every operation is called by all ranks in the same order. Sums are taken in the order of the ranks, so all ranks get the same bits.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from nanovllm.types import Tensor
+
+
+@runtime_checkable
+class Group(Protocol):
+    """The ranks of one model, seen by one of them.
+
+    Attributes:
+        size: The number of ranks.
+        rank: The number of this one.
+    """
+
+    size: int
+    rank: int
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of the ranks' tensors, in a new tensor. Raises `EngineDeadError` if a rank has gone."""
+        ...
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """The ranks' tensors, stacked along a new first axis. Raises `EngineDeadError` if a rank has gone."""
+        ...
+
+
+def summed(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of tensors, in their order: in float64 for float64, else in float32, rounded once at the end."""
+    dtype = parts[0].dtype
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    total = parts[0].to(wide, copy=True)
+    for part in parts[1:]:
+        total += part.to(wide)
+    return total.to(dtype)
