@@ -156,6 +156,7 @@ class ModelConfig:
         eos_token_ids: The tokens that end a reply.
         mesh: The ranks that run the model together. The numbers of heads and intermediate channels are then those of this rank alone.
             None: one rank runs the model.
+        kv_copies: How many ranks have the same KV head.
 
     Raises:
         CheckpointError: A size is invalid.
@@ -194,6 +195,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     mesh: Mesh | None = None
+    kv_copies: int = 1
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
@@ -222,6 +224,11 @@ class ModelConfig:
     def keys_turn(self) -> bool:
         """Whether keys are rotated by position, so that they can be moved to other positions."""
         return self.rope.kind in ("default", "linear", "llama3", "yarn", "longrope")
+
+    @property
+    def all_kv_heads(self) -> int:
+        """The KV heads of all ranks, each counted once."""
+        return self.num_kv_heads if self.mesh is None else self.num_kv_heads * self.mesh.size // self.kv_copies
 
     @property
     def scale(self) -> float:

@@ -18,6 +18,7 @@ from nanovllm.engine.donation import commit_state, enter_with, guarded, require_
 from nanovllm.engine.requests import capacity
 from nanovllm.errors import InvalidRequestError
 from nanovllm.models.model import Model
+from nanovllm.ops.distributed.collectives import all_reduce
 from nanovllm.ops.kv_cache.fp8 import in_fp8, read_tokens
 from nanovllm.sampling.keywords import explain_unknown_keywords
 from nanovllm.state import pages as page_ops
@@ -310,7 +311,8 @@ def _deviation(model: Model, state: EngineState, sequence: Sequence, start: int)
 
     before = kv_of_tokens()
     run_again(probe, state, sequence, at)
-    return (kv_of_tokens() - before).square().flatten(1).sum(1).cpu().numpy()
+    own = (kv_of_tokens() - before).square().flatten(1).sum(1)
+    return all_reduce(own, model.config.mesh).cpu().numpy()  # over the heads of all ranks, so that all choose the same tokens
 
 
 def run_after(

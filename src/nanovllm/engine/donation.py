@@ -102,7 +102,10 @@ def require_model(model: Any) -> None:
 def model_key(model: Model) -> ModelKey:
     """The properties in which a state and its model must agree."""
     config = model.config
-    return ModelKey(fingerprint=model.fingerprint, dtype=model.dtype, device=model.device, rope=config.rope, places=config.places)
+    return ModelKey(
+        fingerprint=model.fingerprint, dtype=model.dtype, device=model.device, rope=config.rope, places=config.places, mesh=config.mesh,
+        kv_copies=config.kv_copies,
+    )  # fmt: skip
 
 
 def commit_state(state: EngineState, **changes) -> EngineState:

@@ -8,7 +8,7 @@ from uuid import uuid4
 
 import torch
 
-from nanovllm.config import RopeConfig
+from nanovllm.config import Mesh, RopeConfig
 from nanovllm.errors import DonatedStateError, EngineDeadError
 
 
@@ -22,6 +22,8 @@ class ModelKey:
         device: Where they are.
         rope: The rotary embedding, by which keys are rotated.
         places: For each layer its KV pool, and its index in that pool.
+        mesh: The ranks that run the model; None for one.
+        kv_copies: How many ranks have the same KV head.
     """
 
     fingerprint: str
@@ -29,6 +31,8 @@ class ModelKey:
     device: torch.device
     rope: RopeConfig
     places: tuple[tuple[int, int], ...]
+    mesh: Mesh | None = None
+    kv_copies: int = 1
 
 
 @dataclass(slots=True, eq=False)

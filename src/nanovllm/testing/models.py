@@ -14,9 +14,10 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from torch.utils import _pytree as pytree
 
-from nanovllm.config import ModelConfig, MoEConfig, RopeConfig
+from nanovllm.config import Mesh, ModelConfig, MoEConfig, RopeConfig
 from nanovllm.loading.load_model import resolve_device
 from nanovllm.models.common.params import ParamInfo
+from nanovllm.models.common.sharding import sharded_config
 from nanovllm.models.init_params import random_fingerprint, random_params
 from nanovllm.models.model import Model
 from nanovllm.models.registry import REGISTRY
@@ -90,19 +91,20 @@ def random_model(
     device: torch.device | str = "cpu",
     std: float = 0.2,
     tokenizer: Tokenizer | None = None,
+    mesh: Mesh | None = None,
 ) -> Model:
     """Return a model with random weights.
 
     Without a `tokenizer` the model gets the byte-level tokenizer if its vocabulary is large enough, else none. `std` is large so that the
-    most probable tokens are clearly apart.
+    most probable tokens are clearly apart. With a `mesh`, the model is one rank's part of the same model.
     """
     if tokenizer is None and config.vocab_size >= BYTE_VOCAB:
         tokenizer = byte_tokenizer()
     target, kind = resolve_device(device), dtype_of(dtype)
     return Model(
         name=f"random-{seed}",
-        config=config,
-        params=random_params(config, seed=seed, device=target, dtype=kind, std=std),
+        config=config if mesh is None else sharded_config(config, mesh),
+        params=random_params(config, seed=seed, device=target, dtype=kind, std=std, mesh=mesh),
         tokenizer=tokenizer,
         spec=REGISTRY[config.architecture],
         generation_config={},

@@ -21,6 +21,7 @@ from nanovllm.chunks.prefill import plain_request
 from nanovllm.chunks.storage import blocks
 from nanovllm.chunks.storage import format as chunk_format
 from nanovllm.chunks.storage.blocks import Windows
+from nanovllm.chunks.storage.heads import all_heads, own_heads
 from nanovllm.chunks.storage.format import Head, Outline
 from nanovllm.config import RopeConfig
 from nanovllm.engine.donation import commit_state, enter, enter_with, guarded, require_live
@@ -70,6 +71,10 @@ def save_chunk(state: EngineState, chunk: Chunk, path: str | os.PathLike[str]) -
     """
     state, target = enter(state), as_path(path)
     require_live(state, chunk)
+    mesh = state.runtime.lease.model.mesh
+    if mesh is not None and mesh.rank:  # rank 0 writes the heads of all
+        gatherer(state, chunk)
+        return
     with writing(target), temporary(target.parent) as (fd, made):
         write(state, chunk, fd)
         put(made, target)
@@ -165,7 +170,7 @@ def place(
         ]
         with closing(read()) as windows:
             for first, raw in windows:
-                rows = raw.to(model.device, non_blocking=True).view(head.dtype).view(-1, *head.shape[2:])
+                rows = own_heads(raw.to(model.device, non_blocking=True).view(head.dtype).view(-1, *head.shape[2:]), model.config)
                 _scatter(state.kv, model.config.places, rows, first, of_pools, start)
         sequence = Sequence(
             request=plain_request(count, namespace), tokens=IntVector.of(head.tokens), pages=pages, num_filled=count, most_filled=count,
@@ -200,19 +205,27 @@ def gatherer(state: EngineState, chunk: Chunk) -> Callable[[int, Tensor], None]:
         _, _, heads, _, dim = by_layer[0][0].shape
         _gather(by_layer, len(chunk), first, out.view(by_layer[0][0].dtype).view(-1, 2, heads, dim))
 
-    return gather
+    key = state.runtime.lease.model
+    if key.mesh is None:
+        return gather
+    _, _, _, heads, _, width = like.shape
+    own = torch.empty((len(by_layer) * len(chunk), 2 * heads * width * like.itemsize), dtype=torch.uint8)
+    gather(0, own)
+    if like.is_cuda:
+        torch.cuda.current_stream(like.device).synchronize()
+    return all_heads(own.view(len(own), 2, heads, -1), key.mesh, key.kv_copies, like.device)
 
 
 def head_of(state: EngineState, chunk: Chunk) -> Head:
     """The head of a chunk's file, with the digest of the KV still unknown."""
-    pool = state.kv.pools[0]
+    pool, key = state.kv.pools[0], state.runtime.lease.model
     _, _, _, heads, page_size, head_dim = pool.shape
     return Head(
         fingerprint=chunk.fingerprint,
         dtype=pool.dtype,
-        shape=(len(state.runtime.lease.model.places), len(chunk), 2, heads, head_dim),
+        shape=(len(key.places), len(chunk), 2, heads if key.mesh is None else heads * key.mesh.size // key.kv_copies, head_dim),
         page_size=page_size,
-        rope=_rope(state.runtime.lease.model.rope),
+        rope=_rope(key.rope),
         provenance=chunk.provenance,
         num_exact=chunk.num_exact,
         tokens=chunk.token_ids,
@@ -287,7 +300,7 @@ def _require_same_dtype(dtype: torch.dtype, own: torch.dtype, path: Path) -> Non
 def _most(model: Model) -> tuple[int, ...]:
     """The shape `[L, T, 2, K, D]` of the KV of the longest chunk."""
     config = model.config
-    return config.num_layers, config.max_position_embeddings, 2, config.num_kv_heads, config.head_dim
+    return config.num_layers, config.max_position_embeddings, 2, config.all_kv_heads, config.head_dim
 
 
 def _rope(rope: RopeConfig) -> dict[str, Any]:

@@ -67,6 +67,7 @@ def sharded_config(config: ModelConfig, mesh: Mesh) -> ModelConfig:
         config,
         num_heads=config.num_heads // size,
         num_kv_heads=max(1, config.num_kv_heads // size),
+        kv_copies=max(1, size // config.num_kv_heads),
         intermediate_size=config.intermediate_size // size if config.intermediate_size % size == 0 else config.intermediate_size,
         moe=None if moe is None else replace(moe, **experts),
         mesh=mesh,

@@ -17,12 +17,17 @@ def all_reduce(x: Float[Tensor, "..."], mesh: Mesh | None) -> Float[Tensor, "...
     return x if mesh is None else torch.ops.nanovllm.all_reduce.default(x, mesh.group)
 
 
+def all_gather(x: Tensor, mesh: Mesh) -> Tensor:
+    """The tensors of all ranks, stacked along a new first axis."""
+    return torch.ops.nanovllm.all_gather.default(x, mesh.group, mesh.size)
+
+
 def all_gather_columns(x: Float[Tensor, "R N"], mesh: Mesh | None, width: int) -> Float[Tensor, "R V"]:
     """The ranks' columns side by side, up to `width`, with the same bits on every rank. Without a mesh, `x` itself."""
     if mesh is None:
         return x
-    parts = torch.ops.nanovllm.all_gather.default(x, mesh.group, mesh.size)
-    return parts.transpose(0, 1).reshape(x.shape[0], -1)[:, :width]
+    parts = all_gather(x, mesh)
+    return parts.transpose(0, 1).flatten(1)[:, :width]
 
 
 @torch.library.register_fake("nanovllm::all_reduce", lib=_LIBRARY)
