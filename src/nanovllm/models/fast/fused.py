@@ -19,7 +19,7 @@ from nanovllm.ops.attention.paged_prefill import paged_prefill
 from nanovllm.ops.attention.rope_attend import rope_attend, rope_write
 from nanovllm.ops.backends import own_kernels
 from nanovllm.ops.cuts import Cut
-from nanovllm.ops.distributed.collectives import all_gather_columns, all_reduce
+from nanovllm.ops.distributed.collectives import all_gather_columns, all_reduce, all_reduce_add
 from nanovllm.ops.elementwise.decode_rows import capped_logits
 from nanovllm.ops.linear import norm_linear as few
 from nanovllm.ops.linear.linear import linear
@@ -209,12 +209,12 @@ def decode_layer(
     """Donates `pages`. One decoder layer for few tokens, with the signature of a model's `layer`. Writes k and v into layer `index`."""
     eps = config.rms_norm_eps
     a = _attend(w, norm_linear(x, w.qkv, gain=w.input_norm, bias=w.qkv_bias, eps=eps, cut=cuts.qkv), pages, index, cos, sin, batch, config)
-    x = _added(a, w.o, w.o_bias, w.o_norm, x, eps, cuts.o, config.mesh)
+    x = _added(a, w.o, w.o_bias, w.o_norm, x, eps, cuts.o, config.mesh, 0)
     y = 0.0 if w.experts is None else _routed(w, norm_add(x, w.post_norm, None, eps), config)
     if w.gate_up is None or w.down is None:
         return x + y
     h = norm_linear(x, w.gate_up, gain=w.post_norm, eps=eps, gated=True, act=config.hidden_act, cut=cuts.gate_up)
-    x = _added(h, w.down, w.down_bias, w.down_norm, x, eps, cuts.down, config.mesh)
+    x = _added(h, w.down, w.down_bias, w.down_norm, x, eps, cuts.down, config.mesh, 1)
     return x if w.experts is None else x + y
 
 
@@ -258,13 +258,13 @@ def wide_layer(
         a, x, cuts = a[wanted], x[wanted], DEFAULT  # `cuts` is tuned for the number of all tokens
         if not len(wanted):
             return x, x
-    x, h = _added_normed(a, w.o, w.o_bias, x, w.post_norm, eps, w.o_norm, cuts.o, config.mesh)
+    x, h = _added_normed(a, w.o, w.o_bias, x, w.post_norm, eps, w.o_norm, cuts.o, config.mesh, 0)
     if w.experts is not None:
         x = x + _routed(w, h, config)
     if w.gate_up is None or w.down is None:
         return x, norm_add(x, gain, None, eps)
     h = norm_linear(h, w.gate_up, gated=True, act=config.hidden_act, cut=cuts.gate_up)
-    return _added_normed(h, w.down, w.down_bias, x, gain, eps, w.down_norm, cuts.down, config.mesh)
+    return _added_normed(h, w.down, w.down_bias, x, gain, eps, w.down_norm, cuts.down, config.mesh, 1)
 
 
 def head(
@@ -295,12 +295,18 @@ def _added(
     eps: float,
     cut: Cut,
     mesh: Mesh | None,
+    slot: int,
 ) -> Float[Tensor, "T M"]:
-    """A product, summed over the ranks, plus the residual. With a norm weight, the product is normed before the sum, in one more launch."""
+    """A product, summed over the ranks, plus the residual. With a norm weight, the product is normed before the sum, in one more launch.
+
+    `slot` is that of `all_reduce_add`.
+    """
     if gain is None and mesh is None:
         return norm_linear(x, weight, bias=bias, residual=residual, cut=cut)
-    product = all_reduce(norm_linear(x, weight, bias=bias, cut=cut), mesh)
-    return residual + product if gain is None else norm_add(product, gain, residual, eps)
+    product = norm_linear(x, weight, bias=bias, cut=cut)
+    if gain is None and mesh is not None:
+        return all_reduce_add(product, residual, mesh, slot)
+    return norm_add(all_reduce(product, mesh), gain, residual, eps)
 
 
 def _added_normed(
@@ -313,12 +319,16 @@ def _added_normed(
     inner: Tensor | None,
     cut: Cut,
     mesh: Mesh | None,
+    slot: int,
 ) -> tuple[Float[Tensor, "T M"], Float[Tensor, "T M"]]:
-    """As `linear_add_norm`, with the product summed over the ranks."""
+    """As `linear_add_norm`, with the product summed over the ranks. `slot` is that of `all_reduce_add`."""
     if mesh is None:
         return linear_add_norm(x, weight, bias, residual, gain, eps, inner=inner, cut=cut)
-    product = all_reduce(linear(x, weight, bias), mesh)
-    x = residual + product if inner is None else norm_add(product, inner, residual, eps)
+    product = linear(x, weight, bias)
+    if inner is None:
+        x = all_reduce_add(product, residual, mesh, slot)
+    else:
+        x = norm_add(all_reduce(product, mesh), inner, residual, eps)
     return x, norm_add(x, gain, None, eps)
 
 

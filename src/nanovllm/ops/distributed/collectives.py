@@ -9,12 +9,25 @@ from nanovllm.types import Float, Tensor
 
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
 _LIBRARY.define("all_reduce(Tensor x, SymInt group) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_LIBRARY.define("all_reduce_add(Tensor y, Tensor x, SymInt group, SymInt slot) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.define("all_gather(Tensor x, SymInt group, SymInt size) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def all_reduce(x: Float[Tensor, "..."], mesh: Mesh | None) -> Float[Tensor, "..."]:
     """The sum of a tensor over the ranks of a mesh, with the same bits on every rank. Without a mesh, `x` itself."""
     return x if mesh is None else torch.ops.nanovllm.all_reduce.default(x, mesh.group)
+
+
+def all_reduce_add(y: Float[Tensor, "T M"], x: Float[Tensor, "T M"], mesh: Mesh, slot: int) -> Float[Tensor, "T M"]:
+    """`x` plus the sum of `y` over the ranks of a mesh, rounded once, with the same bits on every rank.
+
+    Args:
+        y: This rank's part of the sum.
+        x: The residual, which all ranks have.
+        mesh: The ranks.
+        slot: 0 or 1; consecutive calls of a program take them in turn, because they use different memory.
+    """
+    return torch.ops.nanovllm.all_reduce_add.default(y, x, mesh.group, slot)
 
 
 def all_gather(x: Tensor, mesh: Mesh) -> Tensor:
@@ -35,6 +48,11 @@ def _fake_reduced(x: Tensor, group: int) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+@torch.library.register_fake("nanovllm::all_reduce_add", lib=_LIBRARY)
+def _fake_added(y: Tensor, x: Tensor, group: int, slot: int) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 @torch.library.register_fake("nanovllm::all_gather", lib=_LIBRARY)
 def _fake_gathered(x: Tensor, group: int, size: int) -> Tensor:
     return x.new_empty((size, *x.shape))
@@ -44,9 +62,14 @@ def _all_reduce(x: Tensor, group: int) -> Tensor:
     return lookup(group, Group).all_reduce(x)
 
 
+def _all_reduce_add(y: Tensor, x: Tensor, group: int, slot: int) -> Tensor:
+    return lookup(group, Group).all_reduce_add(y, x, slot)
+
+
 def _all_gather(x: Tensor, group: int, size: int) -> Tensor:
     return lookup(group, Group).all_gather(x)
 
 
 _LIBRARY.impl("all_reduce", _all_reduce, "CompositeExplicitAutograd")
+_LIBRARY.impl("all_reduce_add", _all_reduce_add, "CompositeExplicitAutograd")
 _LIBRARY.impl("all_gather", _all_gather, "CompositeExplicitAutograd")

@@ -27,16 +27,20 @@ class Group(Protocol):
         """The sum of the ranks' tensors, in a new tensor. Raises `EngineDeadError` if a rank has gone."""
         ...
 
+    def all_reduce_add(self, y: Tensor, x: Tensor, slot: int) -> Tensor:
+        """`x` plus the sum of the ranks' `y`, rounded once. Consecutive calls have the slots 0 and 1 in turn."""
+        ...
+
     def all_gather(self, x: Tensor) -> Tensor:
         """The ranks' tensors, stacked along a new first axis. Raises `EngineDeadError` if a rank has gone."""
         ...
 
 
-def summed(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of tensors, in their order: in float64 for float64, else in float32, rounded once at the end."""
+def summed(parts: Sequence[Tensor], plus: Tensor | None = None) -> Tensor:
+    """The sum of tensors, in their order, plus another one: in float64 for float64, else in float32, rounded once at the end."""
     dtype = parts[0].dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     total = parts[0].to(wide, copy=True)
     for part in parts[1:]:
         total += part.to(wide)
-    return total.to(dtype)
+    return (total if plus is None else plus.to(wide) + total).to(dtype)

@@ -54,6 +54,10 @@ class ThreadGroup:
         """The sum of the ranks' tensors."""
         return summed(self.meeting.exchange(self.rank, x))
 
+    def all_reduce_add(self, y: Tensor, x: Tensor, slot: int) -> Tensor:
+        """The sum of the ranks' tensors and of `x`."""
+        return summed(self.meeting.exchange(self.rank, y), x)
+
     def all_gather(self, x: Tensor) -> Tensor:
         """The ranks' tensors, stacked."""
         return torch.stack(self.meeting.exchange(self.rank, x))

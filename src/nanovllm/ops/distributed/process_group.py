@@ -5,6 +5,9 @@ GPUs' memory directly, which take half the time of NCCL; NCCL sums the others. N
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -16,8 +19,10 @@ from nanovllm.ops.attention.plan_table import register
 from nanovllm.ops.distributed.group import summed
 from nanovllm.types import Tensor
 
-STAGE = 8 << 20  # bytes of the symmetric memory, the largest tensor that is summed through it
+STAGE = 8 << 20  # bytes of symmetric memory for tensors of `all_reduce`, the largest that is summed through it
 ONE_SHOT = 256 << 10  # most bytes for which each GPU reads the whole tensors of the others
+ADDED = 512 << 10  # the same where the residual is added in the same launch; bytes of each of its two slots
+FLAGS = 64 << 10  # bytes of flags of a slot
 ALIGNED = 16  # bytes that these kernels read at once
 MINUTES = 10  # that a rank waits for the others, a start included
 
@@ -28,43 +33,69 @@ class ProcessGroup:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Join the collective operations of a group. All ranks call this at the same time."""
         self.size, self.rank, self.device = group.size(), group.rank(), device
-        self._group, self._stage = group, None if device.type == "cpu" else _stage(group, device)
+        self._group, self._shared = group, None if device.type == "cpu" else _shared(group, device)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of the ranks' tensors."""
-        try:
-            if self._stage is None:
+        with self._watched():
+            if self.device.type == "cpu":
                 return summed(self._gathered(x))
-            if x.nbytes > STAGE or x.nbytes % (ALIGNED * self.size) or not x.dtype.is_floating_point or x.dtype == torch.float64:
+            if self._shared is None or not self._fits(x, STAGE):
                 out = x.clone(memory_format=torch.contiguous_format)
                 dist.all_reduce(out, group=self._group)
                 return out
             flat, name = x.reshape(-1), self._group.group_name
-            shared = self._stage[: x.nbytes].view(x.dtype)
+            stage = self._shared.memory[: x.nbytes].view(x.dtype)
             if x.nbytes <= ONE_SHOT:
-                return torch.ops.symm_mem.one_shot_all_reduce_copy(shared, flat, "sum", name).view(x.shape)
-            shared.copy_(flat)
-            torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", name)
-            return shared.clone().view(x.shape)
-        except RuntimeError as error:
-            raise _gone(error, self) from error
+                return torch.ops.symm_mem.one_shot_all_reduce_copy(stage, flat, "sum", name).view(x.shape)
+            stage.copy_(flat)
+            torch.ops.symm_mem.two_shot_all_reduce_(stage, "sum", name)
+            return stage.clone().view(x.shape)
+
+    def all_reduce_add(self, y: Tensor, x: Tensor, slot: int) -> Tensor:
+        """The sum of the ranks' tensors and of `x`."""
+        if self._shared is None or not self._fits(y, ADDED):
+            return summed(self._gathered(y), x) if self.device.type == "cpu" else x + self.all_reduce(y)
+        from nanovllm.ops.distributed.triton_reduce_add import reduce_add
+
+        data = STAGE + slot * (ADDED + FLAGS)
+        place = self._shared.table, self._shared.failed, self.rank, self.size, data, data + ADDED
+        return reduce_add(y.contiguous(), x.contiguous(), *place)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """The ranks' tensors, stacked."""
-        try:
-            if self._stage is None:
+        with self._watched():
+            if self.device.type == "cpu":
                 return torch.stack(self._gathered(x))
             out = x.new_empty((self.size, *x.shape))
             dist.all_gather_into_tensor(out, x.contiguous(), group=self._group)
             return out
-        except RuntimeError as error:
-            raise _gone(error, self) from error
+
+    def lost(self) -> bool:
+        """Whether a launch has waited in vain for another rank."""
+        return self._shared is not None and bool(self._shared.failed.numpy()[0])
+
+    def _fits(self, x: Tensor, most: int) -> bool:
+        floats = x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        return floats and 0 < x.nbytes <= most and x.nbytes % (ALIGNED * self.size) == 0
 
     def _gathered(self, x: Tensor) -> list[Tensor]:
         own = x.contiguous()
         parts = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(parts, own, group=self._group)
+        with self._watched():
+            dist.all_gather(parts, own, group=self._group)
         return parts
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Raise `EngineDeadError` for an error of a collective operation. Other errors of the device stay as they are."""
+        try:
+            yield
+        except RuntimeError as error:
+            if "CUDA" in str(error) or isinstance(error, torch.OutOfMemoryError):
+                raise
+            first = (str(error).splitlines() or [""])[0]
+            raise EngineDeadError(f"rank {self.rank} of {self.size} cannot reach the others: {first}") from error
 
 
 def make_mesh(device: torch.device | str | None = None) -> Mesh:
@@ -116,21 +147,34 @@ def _device(device: torch.device | str | None) -> torch.device:
     return chosen
 
 
-def _stage(group: dist.ProcessGroup, device: torch.device) -> Tensor | None:
-    """Symmetric memory: the same size on each GPU, which the others can read. None if the GPUs cannot."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Shared:
+    """Memory of one GPU that the others of its host can read and write, of the same layout on each.
+
+    Attributes:
+        memory: This GPU's memory: the tensors of `all_reduce`, then two slots of `all_reduce_add`, each with its flags.
+        table: The addresses of all ranks' memory, int64.
+        failed: One int32 in pinned host memory: whether a launch has waited in vain.
+        handle: What keeps the memory of the others mapped.
+    """
+
+    memory: Tensor
+    table: Tensor
+    failed: Tensor
+    handle: object
+
+
+def _shared(group: dist.ProcessGroup, device: torch.device) -> Shared | None:
+    """Allocate symmetric memory; None if the GPUs cannot reach each other."""
     import torch.distributed._symmetric_memory as symmetric
 
     try:
-        stage = symmetric.empty(STAGE, dtype=torch.uint8, device=device)
-        symmetric.rendezvous(stage, group.group_name)
+        memory = symmetric.empty(STAGE + 2 * (ADDED + FLAGS), dtype=torch.uint8, device=device)
+        handle = symmetric.rendezvous(memory, group.group_name)
     except RuntimeError:
         return None
-    return stage
-
-
-def _gone(error: RuntimeError, group: ProcessGroup) -> Exception:
-    """What to raise for an error of a collective operation: other errors of the device stay as they are."""
-    if "CUDA" in str(error) or isinstance(error, torch.OutOfMemoryError):
-        return error
-    first = (str(error).splitlines() or [""])[0]
-    return EngineDeadError(f"rank {group.rank} of {group.size} cannot reach the others: {first}")
+    memory.zero_()
+    torch.cuda.synchronize(device)
+    dist.barrier(group)
+    table = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
+    return Shared(memory=memory, table=table, failed=torch.zeros(1, dtype=torch.int32, pin_memory=True), handle=handle)
