@@ -14,7 +14,7 @@ from nanovllm.chunks.score import score
 from nanovllm.chunks.session import abandon, begin, commit
 from nanovllm.chunks.storage.file import load_chunk, save_chunk
 from nanovllm.chunks.storage.store import ChunkStore
-from nanovllm.config import EngineConfig, ModelConfig, RopeConfig
+from nanovllm.config import EngineConfig, Mesh, ModelConfig, RopeConfig
 from nanovllm.engine.constrained import compile_grammar
 from nanovllm.engine.init_state import init_state
 from nanovllm.engine.requests import cancel, submit
@@ -54,6 +54,7 @@ from nanovllm.models.common.batch import Batch
 from nanovllm.models.common.params import Params
 from nanovllm.models.model import Model
 from nanovllm.models.registry import forward
+from nanovllm.ops.distributed.process_group import make_mesh
 from nanovllm.sampling.grammar import Grammar
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.sampling.process_logits import LogitsProcessor, TokensSoFar
@@ -93,6 +94,7 @@ __all__ = [
     "KVState",
     "LogitsProcessor",
     "MemoryReport",
+    "Mesh",
     "Metrics",
     "Model",
     "ModelConfig",
@@ -136,6 +138,7 @@ __all__ = [
     "init_state",
     "load_chunk",
     "load_model",
+    "make_mesh",
     "memory",
     "prefill",
     "release",

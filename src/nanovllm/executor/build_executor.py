@@ -75,7 +75,9 @@ def first_start(
     """
     if model.device.type == "cuda":
         wait_for_triton()  # kernels are launched from here on
-    ahead = _captures(model, limits, compile) and model.config.moe is None and own_kernels(model.device, model.dtype)
+    # Ranks that share a model compile as they go: a rehearsal on one rank alone would wait for the others.
+    alone = model.config.moe is None and model.config.mesh is None
+    ahead = alone and _captures(model, limits, compile) and own_kernels(model.device, model.dtype)
     if not ahead:
         return FirstStart(None)
     from nanovllm.executor.kv_budget import measured

@@ -218,7 +218,7 @@ def _own_part(matrix: QuantisedMatrix | Tensor, ranges: tuple[Ranges, Ranges] | 
     """The rows or the columns that a rank has of a matrix."""
     if ranges is None:
         return matrix
-    (rows, columns), (height, width) = ranges, matrix.shape
+    (rows, columns), (_height, width) = ranges, matrix.shape
     try:
         part = Part(axis=-2, ranges=rows) if columns == ((0, width),) else Part(axis=-1, ranges=columns)
         return cut(part, matrix)

@@ -21,8 +21,8 @@ from nanovllm.chunks.prefill import plain_request
 from nanovllm.chunks.storage import blocks
 from nanovllm.chunks.storage import format as chunk_format
 from nanovllm.chunks.storage.blocks import Windows
-from nanovllm.chunks.storage.heads import all_heads, own_heads
 from nanovllm.chunks.storage.format import Head, Outline
+from nanovllm.chunks.storage.heads import all_heads, own_heads
 from nanovllm.config import RopeConfig
 from nanovllm.engine.donation import commit_state, enter, enter_with, guarded, require_live
 from nanovllm.engine.requests import capacity

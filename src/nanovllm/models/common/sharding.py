@@ -126,7 +126,9 @@ def cut(part: Part, whole: Tensor | QuantisedMatrix) -> Tensor | QuantisedMatrix
         return whole
     if isinstance(whole, QuantisedMatrix):
         if part.missing:
-            raise InvalidRequestError("a quantised head cannot be filled with rows of zeros: choose a number of ranks that divides vocab_size")
+            raise InvalidRequestError(
+                "a quantised head cannot be filled with rows of zeros: choose a number of ranks that divides vocab_size"
+            )
         return row_ranges(whole, part.ranges) if part.axis == -2 else column_range(whole, *part.ranges[0])
     own = torch.cat([whole.narrow(part.axis, first, last - first) for first, last in part.ranges], part.axis)
     return own if not part.missing else torch.cat([own, own.new_zeros((part.missing, *own.shape[1:]))])

@@ -325,10 +325,7 @@ def _added_normed(
     if mesh is None:
         return linear_add_norm(x, weight, bias, residual, gain, eps, inner=inner, cut=cut)
     product = linear(x, weight, bias)
-    if inner is None:
-        x = all_reduce_add(product, residual, mesh, slot)
-    else:
-        x = norm_add(all_reduce(product, mesh), inner, residual, eps)
+    x = all_reduce_add(product, residual, mesh, slot) if inner is None else norm_add(all_reduce(product, mesh), inner, residual, eps)
     return x, norm_add(x, gain, None, eps)
 
 

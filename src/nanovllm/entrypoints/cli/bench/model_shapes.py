@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import torch
 
-from nanovllm.config import ModelConfig, MoEConfig, RopeConfig
+from nanovllm.config import Mesh, ModelConfig, MoEConfig, RopeConfig
 from nanovllm.errors import InvalidRequestError
 from nanovllm.loading.load_model import resolve_device, resolve_dtype
 from nanovllm.loading.quantisation.activations import require_fp8_products, with_fp8_activations
 from nanovllm.loading.quantisation.rounding import require_rounding, rounded_params
+from nanovllm.models.common.sharding import sharded_config
 from nanovllm.models.init_params import drawn_by, random_fingerprint, random_params
 from nanovllm.models.model import Model
 from nanovllm.models.registry import REGISTRY, fitted
@@ -24,6 +25,18 @@ SHAPES: dict[str, ModelConfig] = {
         architecture="Qwen3ForCausalLM", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_layers=36, num_heads=32,
         num_kv_heads=8, head_dim=128, rms_norm_eps=1e-6, rope=RopeConfig(theta=1e6), tie_word_embeddings=False,
         max_position_embeddings=40960, dtype="bfloat16",
+    ),
+    "qwen3-32b": ModelConfig(
+        architecture="Qwen3ForCausalLM", vocab_size=151936, hidden_size=5120, intermediate_size=25600, num_layers=64, num_heads=64,
+        num_kv_heads=8, head_dim=128, rms_norm_eps=1e-6, rope=RopeConfig(theta=1e6), tie_word_embeddings=False,
+        max_position_embeddings=40960, dtype="bfloat16",
+    ),
+    "llama-3.3-70b": ModelConfig(
+        architecture="LlamaForCausalLM", vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64,
+        num_kv_heads=8, head_dim=128, rms_norm_eps=1e-5, tie_word_embeddings=False, max_position_embeddings=131072, dtype="bfloat16",
+        rope=RopeConfig(
+            theta=5e5, kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192,
+        ),
     ),
     "tinyllama-1.1b": ModelConfig(
         architecture="LlamaForCausalLM", vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_layers=22, num_heads=32,
@@ -47,6 +60,12 @@ SHAPES: dict[str, ModelConfig] = {
         num_kv_heads=4, head_dim=128, rms_norm_eps=1e-6, rope=RopeConfig(theta=1e6), tie_word_embeddings=False,
         max_position_embeddings=40960, dtype="bfloat16",
         moe=MoEConfig(num_experts=128, top_k=8, intermediate_size=768, layers=tuple(range(48))),
+    ),
+    "qwen3-235b-a22b": ModelConfig(
+        architecture="Qwen3MoeForCausalLM", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_layers=94, num_heads=64,
+        num_kv_heads=4, head_dim=128, rms_norm_eps=1e-6, rope=RopeConfig(theta=1e6), tie_word_embeddings=False,
+        max_position_embeddings=40960, dtype="bfloat16",
+        moe=MoEConfig(num_experts=128, top_k=8, intermediate_size=1536, layers=tuple(range(94))),
     ),
     "mistral-7b-v0.1": ModelConfig(
         architecture="MistralForCausalLM", vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32,
@@ -122,10 +141,11 @@ def random_weights(
     quantization: Kind | None = None,
     quantize_head: bool = False,
     fp8_activations: bool = False,
+    mesh: Mesh | None = None,
 ) -> Model:
     """A model of one of `SHAPES` with random weights and without a tokenizer. It is rounded as `load_model` rounds."""
     rounding = require_rounding(quantization, quantize_head)
-    model = random_model(f"{name} (random weights)", SHAPES[name], device=device, dtype=dtype, seed=seed)
+    model = random_model(f"{name} (random weights)", SHAPES[name], device=device, dtype=dtype, seed=seed, mesh=mesh)
     require_fp8_products(fp8_activations, model.device, model.dtype)
     if rounding is not None:
         params, mark = rounded_params(model.params, rounding), rounding.mark(model.fingerprint)
@@ -134,7 +154,13 @@ def random_weights(
 
 
 def random_model(
-    name: str, config: ModelConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | str | None = None, seed: int = 0
+    name: str,
+    config: ModelConfig,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    seed: int = 0,
+    mesh: Mesh | None = None,
 ) -> Model:
     """A model of any config with random weights and without a tokenizer.
 
@@ -145,8 +171,8 @@ def random_model(
     config = fitted(config, target, chosen)
     return Model(
         name=name,
-        config=config,
-        params=random_params(config, seed=seed, device=target, dtype=chosen, drawn_on=target),
+        config=config if mesh is None else sharded_config(config, mesh),
+        params=random_params(config, seed=seed, device=target, dtype=chosen, drawn_on=target, mesh=mesh),
         tokenizer=None,
         spec=REGISTRY[config.architecture],
         generation_config={},

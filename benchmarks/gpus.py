@@ -1,0 +1,91 @@
+"""Measure a model that several GPUs run together: the rates of `nanovllm bench`, and each all-reduce by its size.
+
+    torchrun --nproc-per-node 2 benchmarks/gpus.py --model qwen3-8b --output benchmarks/results/h200x2-8b.json
+
+Every rank runs the same program. `all_reduce_us` has, by bytes, the time of the two forms of a sum over the ranks in a CUDA graph: `sum`
+alone, and `add`, the sum with the residual in one launch. The embedding takes one `sum`, each layer two `add`.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nanovllm.config import Mesh
+from nanovllm.entrypoints.cli.bench.environment import record
+from nanovllm.entrypoints.cli.bench.graph_timer import graph_us
+from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES, random_weights
+from nanovllm.entrypoints.cli.bench.stopwatch import Engine
+from nanovllm.entrypoints.cli.bench.workloads import measure
+from nanovllm.ops.distributed.collectives import all_reduce, all_reduce_add
+from nanovllm.ops.distributed.process_group import make_mesh
+from nanovllm.ops.linear.quantise import KINDS
+
+SIZES = tuple(1 << power for power in range(11, 24))  # bytes
+LONG = 16384  # tokens of the long prompt
+
+
+def all_reduce_times(mesh: Mesh, device: torch.device) -> dict[str, dict[str, float]]:
+    """Microseconds of a sum over the ranks, by its form and its bytes in bfloat16."""
+    found: dict[str, dict[str, float]] = {"sum": {}, "add": {}}
+    for size in SIZES:
+        y, x = (torch.randn(1, size // 2, device=device).to(torch.bfloat16) for _ in range(2))
+        found["sum"][str(size)] = round(graph_us(lambda y=y: [all_reduce(y, mesh) for _ in range(20)]) / 20, 2)
+        found["add"][str(size)] = round(graph_us(lambda y=y, x=x: [all_reduce_add(y, x, mesh, at % 2) for at in range(20)]) / 20, 2)
+    return found
+
+
+def prompt_ms(engine: Engine, repeats: int = 3) -> float:
+    """Milliseconds from a prompt of `LONG` tokens to its first token, with nothing reused."""
+    seconds = []
+    for repeat in range(repeats + 1):
+        prompt = [300 + (7 * at + repeat * 1009) % 9000 for at in range(LONG)]
+        start = time.perf_counter()
+        engine.generate([prompt], [1], 0.0)
+        seconds.append(time.perf_counter() - start)
+    return round(1e3 * statistics.median(seconds[1:]), 2)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SHAPES, default="qwen3-8b", help="the shape (default: %(default)s)")
+    parser.add_argument("--quantization", choices=KINDS, help="round the matrices to 8 or 4 bits")
+    parser.add_argument("--which", default="b1,b8,b64,offline", help="workloads of nanovllm bench (default: %(default)s)")
+    parser.add_argument("--num-pages", type=int, help="pages of KV (default: as many as fit)")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each workload (default: %(default)s)")
+    parser.add_argument("--commit", help="the commit to record (default: the one that git reports)")
+    parser.add_argument("--output", type=Path, help="write the result to this JSON file")
+    options = parser.parse_args(arguments)
+    begin = time.perf_counter()
+    mesh = make_mesh()
+    device = mesh.owner.device  # pyright: ignore[reportAttributeAccessIssue]
+    figures: dict[str, Any] = {"gpus": mesh.size}
+    model = random_weights(options.model, device=device, quantization=options.quantization, mesh=mesh)
+    loaded = time.perf_counter()
+    engine = Engine(model, num_pages=options.num_pages, max_model_len=min(model.config.max_position_embeddings, LONG + 1024), check=False)
+    engine.generate([[300] * 32], [2], 0.0)
+    figures["start_s"] = {"mesh_and_weights": round(loaded - begin, 2), "engine": round(time.perf_counter() - loaded, 2)}
+    figures["all_reduce_us"] = all_reduce_times(mesh, device)
+    for one in measure(engine.generate, options.which.split(","), model.config.vocab_size, options.repeats, lambda: engine.spent):
+        figures[one.key] = one.figure
+        if not mesh.rank:
+            print(f"{one.key}: {one.figure:,}", flush=True)
+    figures["prompt_16k_ms"] = prompt_ms(engine)
+    result = record(model, figures, f"torchrun --nproc-per-node {mesh.size} benchmarks/gpus.py --model {options.model}", options.commit)
+    if not mesh.rank:
+        print(json.dumps(figures))
+        if options.output is not None:
+            options.output.write_text(json.dumps(result, indent=1) + "\n")
+    torch.cuda.synchronize()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""A program for two processes with a GPU each: sums over the ranks, and a model that both run. `test_ranks_gpu.py` starts it.
+
+torchrun --nproc-per-node 2 tests/gpu/two_ranks.py
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import nanovllm as nv
+from nanovllm.config import Mesh
+from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES, random_model
+from nanovllm.loading.quantisation.rounding import require_rounding, rounded_params
+from nanovllm.ops.distributed.collectives import all_gather, all_reduce, all_reduce_add
+from nanovllm.ops.distributed.group import summed
+from nanovllm.ops.distributed.process_group import ProcessGroup, make_mesh
+
+SIZES = (8, 1024, 4096, 5120, 64 * 4096, 65 * 4096, 300 * 4096, 1100 * 4096)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_sums(mesh: Mesh, device: torch.device) -> None:
+    """Each form of a sum against its definition, called alone and replayed from a graph."""
+    for dtype in DTYPES:
+        for count in SIZES:
+            y, x = (torch.randn(1, count, device=device).to(dtype) for _ in range(2))
+            dist.broadcast(x, 0)
+            parts = list(all_gather(y, mesh).unbind())
+            torch.testing.assert_close(all_reduce(y, mesh), summed(parts), rtol=2e-2, atol=2e-2)
+            for slot in (0, 1, 0):
+                assert torch.equal(all_reduce_add(y, x, mesh, slot), summed(parts, x)) or x.nbytes > 512 << 10, (dtype, count)
+            everyone = all_gather(all_reduce(y, mesh), mesh)
+            assert all(torch.equal(everyone[0], other) for other in everyone), "all ranks have the same bits"
+    y, x = (torch.randn(8, 4096, device=device).to(torch.bfloat16) for _ in range(2))
+    dist.broadcast(x, 0)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph, stream=stream):
+        first = all_reduce_add(y, x, mesh, 0)
+        second = all_reduce_add(y * 2, first, mesh, 1)
+    for _ in range(200):
+        y.copy_(torch.randn_like(y))
+        parts = list(all_gather(y, mesh).unbind())
+        graph.replay()
+        expected = summed(parts, x)
+        assert torch.equal(first, expected) and torch.equal(second, summed([2 * part for part in parts], expected))
+
+
+def check_model(mesh: Mesh, device: torch.device, kind: str | None, compile: bool | None) -> dict[str, Any]:
+    """Log-probabilities and greedy replies of both ranks beside those of one."""
+    config = replace(SHAPES["qwen3-0.6b"], num_layers=4, max_position_embeddings=4096)
+    prompts: list[Any] = [[(11 * row + 7 * at) % 9000 + 300 for at in range(4 + 37 * row)] for row in range(24)]
+    greedy = nv.SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    long: list[Any] = [[(3 * at) % 9000 + 300 for at in range(1500)]]
+
+    def run(mesh: Mesh | None) -> tuple[Any, ...]:
+        model = random_model("ranks", config, device=device, dtype="bfloat16", mesh=mesh)
+        if (rounding := require_rounding(kind, False)) is not None:
+            model = replace(model, params=rounded_params(model.params, rounding))
+        llm = nv.LLM(model, num_pages=2048, max_num_seqs=64, check=False, compile=compile)
+        scores = llm.score(long, [[5, 6, 7, 8]]) + llm.score(prompts[:3], [[5, 6]] * 3)
+        replies = [[reply.token_ids for reply in llm.generate(some, greedy)] for some in (prompts[:1], prompts[:6], prompts, long)]
+        return replies, torch.cat([torch.as_tensor(score.logprobs) for score in scores])
+
+    alone, both = run(None), run(mesh)
+    ours, other = (torch.tensor([token for group in both[0] for reply in group for token in reply], device=device) for _ in range(2))
+    dist.broadcast(other, 0)
+    assert torch.equal(ours, other), "the ranks' replies differ"
+    same = sum(
+        a == b for one, two in zip(alone[0], both[0], strict=True) for r, s in zip(one, two, strict=True) for a, b in zip(r, s, strict=True)
+    )
+    error = float((alone[1] - both[1]).abs().max())
+    assert error < 0.1, f"log-probabilities differ by {error}"
+    return {"tokens_alike": same, "of": 24 * (1 + 6 + 24 + 1), "logprob_error": round(error, 4)}
+
+
+def main() -> None:
+    """Run all checks."""
+    mesh = make_mesh()
+    assert isinstance(mesh.owner, ProcessGroup)
+    device = mesh.owner.device
+    check_sums(mesh, device)
+    if not mesh.rank:
+        print("sums agree", flush=True)
+    for kind in (None, "fp8", "int4"):
+        for compile in (None, False) if kind is None else (None,):
+            told = check_model(mesh, device, kind, compile)
+            if not mesh.rank:
+                print(kind, compile, told, flush=True)
+    torch.cuda.synchronize()
+    assert not mesh.owner.lost()
+    dist.barrier()
+    dist.destroy_process_group()
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()
