@@ -19,7 +19,7 @@ from nanovllm.ops.attention.paged_prefill import paged_prefill
 from nanovllm.ops.attention.rope_attend import rope_attend, rope_write
 from nanovllm.ops.backends import own_kernels
 from nanovllm.ops.cuts import Cut
-from nanovllm.ops.distributed.collectives import all_gather_columns, all_reduce, all_reduce_add
+from nanovllm.ops.distributed.collectives import all_gather_columns, all_reduce, all_reduce_add, all_reduce_add_norm
 from nanovllm.ops.elementwise.decode_rows import capped_logits
 from nanovllm.ops.linear import norm_linear as few
 from nanovllm.ops.linear.linear import linear
@@ -324,8 +324,10 @@ def _added_normed(
     """As `linear_add_norm`, with the product summed over the ranks. `slot` is that of `all_reduce_add`."""
     if mesh is None:
         return linear_add_norm(x, weight, bias, residual, gain, eps, inner=inner, cut=cut)
-    product = linear(x, weight, bias)
-    x = all_reduce_add(product, residual, mesh, slot) if inner is None else norm_add(all_reduce(product, mesh), inner, residual, eps)
+    product = norm_linear(x, weight, bias=bias)
+    if inner is None:
+        return all_reduce_add_norm(product, residual, gain, eps, mesh, slot)
+    x = norm_add(all_reduce(product, mesh), inner, residual, eps)
     return x, norm_add(x, gain, None, eps)
 
 

@@ -10,6 +10,11 @@ from nanovllm.types import Float, Tensor
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
 _LIBRARY.define("all_reduce(Tensor x, SymInt group) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.define("all_reduce_add(Tensor y, Tensor x, SymInt group, SymInt slot) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_LIBRARY.define(
+    "all_reduce_add_norm(Tensor y, Tensor x, Tensor gain, float eps, SymInt group, SymInt slot) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.define("gather_columns(Tensor x, SymInt group, SymInt width) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.define("all_gather(Tensor x, SymInt group, SymInt size) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 
@@ -30,6 +35,13 @@ def all_reduce_add(y: Float[Tensor, "T M"], x: Float[Tensor, "T M"], mesh: Mesh,
     return torch.ops.nanovllm.all_reduce_add.default(y, x, mesh.group, slot)
 
 
+def all_reduce_add_norm(
+    y: Float[Tensor, "T M"], x: Float[Tensor, "T M"], gain: Float[Tensor, "M"], eps: float, mesh: Mesh, slot: int
+) -> tuple[Float[Tensor, "T M"], Float[Tensor, "T M"]]:
+    """As `all_reduce_add`, and the RMS norm of the result with weight `gain`."""
+    return torch.ops.nanovllm.all_reduce_add_norm.default(y, x, gain, eps, mesh.group, slot)
+
+
 def all_gather(x: Tensor, mesh: Mesh) -> Tensor:
     """The tensors of all ranks, stacked along a new first axis."""
     return torch.ops.nanovllm.all_gather.default(x, mesh.group, mesh.size)
@@ -37,10 +49,7 @@ def all_gather(x: Tensor, mesh: Mesh) -> Tensor:
 
 def all_gather_columns(x: Float[Tensor, "R N"], mesh: Mesh | None, width: int) -> Float[Tensor, "R V"]:
     """The ranks' columns side by side, up to `width`, with the same bits on every rank. Without a mesh, `x` itself."""
-    if mesh is None:
-        return x
-    parts = all_gather(x, mesh)
-    return parts.transpose(0, 1).flatten(1)[:, :width]
+    return x if mesh is None else torch.ops.nanovllm.gather_columns.default(x, mesh.group, width)
 
 
 @torch.library.register_fake("nanovllm::all_reduce", lib=_LIBRARY)
@@ -51,6 +60,16 @@ def _fake_reduced(x: Tensor, group: int) -> Tensor:
 @torch.library.register_fake("nanovllm::all_reduce_add", lib=_LIBRARY)
 def _fake_added(y: Tensor, x: Tensor, group: int, slot: int) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.register_fake("nanovllm::all_reduce_add_norm", lib=_LIBRARY)
+def _fake_added_norm(y: Tensor, x: Tensor, gain: Tensor, eps: float, group: int, slot: int) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(x)
+
+
+@torch.library.register_fake("nanovllm::gather_columns", lib=_LIBRARY)
+def _fake_columns(x: Tensor, group: int, width: int) -> Tensor:
+    return x.new_empty((x.shape[0], width))
 
 
 @torch.library.register_fake("nanovllm::all_gather", lib=_LIBRARY)
@@ -66,10 +85,20 @@ def _all_reduce_add(y: Tensor, x: Tensor, group: int, slot: int) -> Tensor:
     return lookup(group, Group).all_reduce_add(y, x, slot)
 
 
+def _all_reduce_add_norm(y: Tensor, x: Tensor, gain: Tensor, eps: float, group: int, slot: int) -> tuple[Tensor, Tensor]:
+    return lookup(group, Group).all_reduce_add_norm(y, x, gain, eps, slot)
+
+
+def _gather_columns(x: Tensor, group: int, width: int) -> Tensor:
+    return lookup(group, Group).gather_columns(x, width)
+
+
 def _all_gather(x: Tensor, group: int, size: int) -> Tensor:
     return lookup(group, Group).all_gather(x)
 
 
 _LIBRARY.impl("all_reduce", _all_reduce, "CompositeExplicitAutograd")
 _LIBRARY.impl("all_reduce_add", _all_reduce_add, "CompositeExplicitAutograd")
+_LIBRARY.impl("all_reduce_add_norm", _all_reduce_add_norm, "CompositeExplicitAutograd")
+_LIBRARY.impl("gather_columns", _gather_columns, "CompositeExplicitAutograd")
 _LIBRARY.impl("all_gather", _all_gather, "CompositeExplicitAutograd")

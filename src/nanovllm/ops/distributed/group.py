@@ -31,6 +31,14 @@ class Group(Protocol):
         """`x` plus the sum of the ranks' `y`, rounded once. Consecutive calls have the slots 0 and 1 in turn."""
         ...
 
+    def all_reduce_add_norm(self, y: Tensor, x: Tensor, gain: Tensor, eps: float, slot: int) -> tuple[Tensor, Tensor]:
+        """As `all_reduce_add`, and the RMS norm of the result with weight `gain`."""
+        ...
+
+    def gather_columns(self, x: Tensor, width: int) -> Tensor:
+        """The ranks' columns side by side, up to `width`."""
+        ...
+
     def all_gather(self, x: Tensor) -> Tensor:
         """The ranks' tensors, stacked along a new first axis. Raises `EngineDeadError` if a rank has gone."""
         ...

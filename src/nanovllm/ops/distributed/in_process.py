@@ -11,6 +11,7 @@ from nanovllm.config import Mesh
 from nanovllm.errors import EngineDeadError
 from nanovllm.ops.attention.plan_table import register
 from nanovllm.ops.distributed.group import summed
+from nanovllm.ops.linear.linear_add_norm import norm_add
 from nanovllm.types import Tensor
 
 R = TypeVar("R")
@@ -57,6 +58,15 @@ class ThreadGroup:
     def all_reduce_add(self, y: Tensor, x: Tensor, slot: int) -> Tensor:
         """The sum of the ranks' tensors and of `x`."""
         return summed(self.meeting.exchange(self.rank, y), x)
+
+    def all_reduce_add_norm(self, y: Tensor, x: Tensor, gain: Tensor, eps: float, slot: int) -> tuple[Tensor, Tensor]:
+        """The sum of the ranks' tensors and of `x`, and its RMS norm."""
+        added = self.all_reduce_add(y, x, slot)
+        return added, norm_add(added, gain, None, eps)
+
+    def gather_columns(self, x: Tensor, width: int) -> Tensor:
+        """The ranks' columns side by side."""
+        return self.all_gather(x).transpose(0, 1).flatten(1)[:, :width]
 
     def all_gather(self, x: Tensor) -> Tensor:
         """The ranks' tensors, stacked."""

@@ -7,7 +7,6 @@ GPUs' memory directly, which take half the time of NCCL; NCCL sums the others. N
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -17,12 +16,12 @@ from nanovllm.config import Mesh
 from nanovllm.errors import EngineDeadError, InvalidRequestError
 from nanovllm.ops.attention.plan_table import register
 from nanovllm.ops.distributed.group import summed
+from nanovllm.ops.distributed.shared_memory import ADDED, FLAGS, GATHERED, STAGE, share_memory, slot_of
+from nanovllm.ops.linear.linear_add_norm import norm_add
 from nanovllm.types import Tensor
 
-STAGE = 8 << 20  # bytes of symmetric memory for tensors of `all_reduce`, the largest that is summed through it
 ONE_SHOT = 256 << 10  # most bytes for which each GPU reads the whole tensors of the others
-ADDED = 512 << 10  # the same where the residual is added in the same launch; bytes of each of its two slots
-FLAGS = 64 << 10  # bytes of flags of a slot
+FEWEST_ROWS = 8  # for a program of each row to be faster than a second launch
 ALIGNED = 16  # bytes that these kernels read at once
 MINUTES = 10  # that a rank waits for the others, a start included
 
@@ -33,7 +32,7 @@ class ProcessGroup:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Join the collective operations of a group. All ranks call this at the same time."""
         self.size, self.rank, self.device = group.size(), group.rank(), device
-        self._group, self._shared = group, None if device.type == "cpu" else _shared(group, device)
+        self._group, self._shared = group, None if device.type == "cpu" else share_memory(group, device)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of the ranks' tensors."""
@@ -56,11 +55,19 @@ class ProcessGroup:
         """The sum of the ranks' tensors and of `x`."""
         if self._shared is None or not self._fits(y, ADDED):
             return summed(self._gathered(y), x) if self.device.type == "cpu" else x + self.all_reduce(y)
-        from nanovllm.ops.distributed.triton_reduce_add import reduce_add
+        from nanovllm.ops.distributed.triton_meetings import reduce_add
 
-        data = STAGE + slot * (ADDED + FLAGS)
-        place = self._shared.table, self._shared.failed, self.rank, self.size, data, data + ADDED
-        return reduce_add(y.contiguous(), x.contiguous(), *place)
+        return reduce_add(y.contiguous(), x.contiguous(), self._shared, *slot_of(slot))
+
+    def all_reduce_add_norm(self, y: Tensor, x: Tensor, gain: Tensor, eps: float, slot: int) -> tuple[Tensor, Tensor]:
+        """The sum of the ranks' tensors and of `x`, and its RMS norm."""
+        many = FEWEST_ROWS <= len(y) <= FLAGS // (4 * self.size)
+        if self._shared is None or not many or not self._fits(y, ADDED) or not gain.is_contiguous():
+            added = self.all_reduce_add(y, x, slot)
+            return added, norm_add(added, gain, None, eps)
+        from nanovllm.ops.distributed.triton_meetings import reduce_add_norm
+
+        return reduce_add_norm(y.contiguous(), x.contiguous(), gain, eps, self._shared, *slot_of(slot))
 
     def all_gather(self, x: Tensor) -> Tensor:
         """The ranks' tensors, stacked."""
@@ -70,6 +77,17 @@ class ProcessGroup:
             out = x.new_empty((self.size, *x.shape))
             dist.all_gather_into_tensor(out, x.contiguous(), group=self._group)
             return out
+
+    def gather_columns(self, x: Tensor, width: int) -> Tensor:
+        """The ranks' columns side by side, up to `width`."""
+        a_row = x.shape[1] * x.element_size()
+        if self._shared is None or not a_row or a_row > STAGE or not x.shape[0]:
+            return self.all_gather(x).transpose(0, 1).flatten(1)[:, :width]
+        from nanovllm.ops.distributed.triton_meetings import COLUMNS, gather_columns
+
+        most = min(STAGE // a_row, FLAGS // (4 * self.size * -(-x.shape[1] // COLUMNS)))
+        pieces = [gather_columns(piece, width, self._shared, 0, GATHERED) for piece in x.contiguous().split(most)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def lost(self) -> bool:
         """Whether a launch has waited in vain for another rank."""
@@ -145,36 +163,3 @@ def _device(device: torch.device | str | None) -> torch.device:
         raise InvalidRequestError(f"make_mesh: there is no {chosen}: torch sees {torch.cuda.device_count()} GPUs")
     torch.cuda.set_device(chosen)
     return chosen
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Shared:
-    """Memory of one GPU that the others of its host can read and write, of the same layout on each.
-
-    Attributes:
-        memory: This GPU's memory: the tensors of `all_reduce`, then two slots of `all_reduce_add`, each with its flags.
-        table: The addresses of all ranks' memory, int64.
-        failed: One int32 in pinned host memory: whether a launch has waited in vain.
-        handle: What keeps the memory of the others mapped.
-    """
-
-    memory: Tensor
-    table: Tensor
-    failed: Tensor
-    handle: object
-
-
-def _shared(group: dist.ProcessGroup, device: torch.device) -> Shared | None:
-    """Allocate symmetric memory; None if the GPUs cannot reach each other."""
-    import torch.distributed._symmetric_memory as symmetric
-
-    try:
-        memory = symmetric.empty(STAGE + 2 * (ADDED + FLAGS), dtype=torch.uint8, device=device)
-        handle = symmetric.rendezvous(memory, group.group_name)
-    except RuntimeError:
-        return None
-    memory.zero_()
-    torch.cuda.synchronize(device)
-    dist.barrier(group)
-    table = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
-    return Shared(memory=memory, table=table, failed=torch.zeros(1, dtype=torch.int32, pin_memory=True), handle=handle)

@@ -1,0 +1,66 @@
+"""Symmetric memory: memory of each GPU of one host that the others can read and write (`torch.distributed._symmetric_memory`).
+
+From its start it holds the tensors of `all_reduce` and of gathered columns, then the flags of the latter, then two slots of
+`all_reduce_add`, each with its flags.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from nanovllm.types import Tensor
+
+STAGE = 16 << 20  # bytes of the tensors of `all_reduce` and of gathered columns, at most
+ADDED = 2 << 20  # bytes of a tensor of `all_reduce_add`, at most
+FLAGS = 128 << 10  # bytes of flags of one kind
+GATHERED = STAGE  # where the flags of gathered columns are
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Shared:
+    """The memory, seen by one rank.
+
+    Attributes:
+        rank: This rank.
+        size: The number of ranks.
+        memory: This GPU's memory.
+        table: The addresses of all ranks' memory on this GPU, int64 `[size]`.
+        failed: One int32 in pinned host memory: whether a launch has waited in vain.
+        handle: What keeps the memory of the others mapped.
+    """
+
+    rank: int
+    size: int
+    memory: Tensor
+    table: Tensor
+    failed: Tensor
+    handle: object
+
+
+def slot_of(slot: int) -> tuple[int, int]:
+    """Where the tensors and the flags of a slot of `all_reduce_add` are."""
+    data = STAGE + FLAGS + slot * (ADDED + FLAGS)
+    return data, data + ADDED
+
+
+def share_memory(group: dist.ProcessGroup, device: torch.device) -> Shared | None:
+    """Allocate the memory, on all ranks at the same time; None if the GPUs cannot reach each other."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    try:
+        memory = symmetric.empty(slot_of(2)[0], dtype=torch.uint8, device=device)
+        handle = symmetric.rendezvous(memory, group.group_name)
+    except RuntimeError:
+        return None
+    memory.zero_()
+    torch.cuda.synchronize(device)
+    dist.barrier(group)
+    return Shared(
+        rank=group.rank(),
+        size=group.size(),
+        memory=memory,
+        table=torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device),
+        failed=torch.zeros(1, dtype=torch.int32, pin_memory=True),
+        handle=handle,
+    )

@@ -1,0 +1,158 @@
+"""Launches that sum or gather tensors over the GPUs of one host, with what follows: each GPU reads the tensors of all.
+
+Every program copies its block into memory that the others can read, tells the programs of the same number on the other GPUs, waits for
+them, and sums the blocks in the order of the ranks. A flag is set by one rank and cleared by the rank that waits for it, so a captured
+launch can be replayed. Consecutive launches use two places of that memory in turn: a rank may still read the one while another rank
+already writes the other. A wait has a bound, after which the launch notes its failure in host memory and ends.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.ops.distributed.shared_memory import Shared
+from nanovllm.ops.triton_parts import gained
+from nanovllm.types import Tensor
+
+BLOCK = 1024  # elements of a program that sums
+COLUMNS = 4096  # columns of a program that gathers
+SPINS = tl.constexpr(50_000_000)  # tries before a wait fails: some ten seconds
+
+
+@triton.jit
+def _wait(flag, expected, then):
+    """Exchange the value of a flag for another one, once it is the expected one. Returns whether it was."""
+    found = tl.atomic_cas(flag, expected, then, sem="acq_rel", scope="sys")
+    left = SPINS
+    while (found != expected) & (left > 0):
+        found = tl.atomic_cas(flag, expected, then, sem="acq_rel", scope="sys")
+        left -= 1
+    return found == expected
+
+
+@triton.jit
+def _tell(table, flags, program, rank, SIZE: tl.constexpr):
+    """Set this rank's flags on the other GPUs. Returns whether all could be set."""
+    good = True
+    for peer in tl.static_range(SIZE):
+        if peer != rank:
+            there = (tl.load(table + peer) + flags).to(tl.pointer_type(tl.int32)) + program * SIZE + rank
+            good = good & _wait(there, 0, 1)
+    return good
+
+
+@triton.jit
+def _hear(own, flags, program, rank, SIZE: tl.constexpr):
+    """Wait for the flags of the other ranks, and clear them. Returns whether all came."""
+    good = True
+    for peer in tl.static_range(SIZE):
+        if peer != rank:
+            mine = (own + flags).to(tl.pointer_type(tl.int32)) + program * SIZE + peer
+            good = good & _wait(mine, 1, 0)
+    return good
+
+
+@triton.jit
+def _meet(table, own, flags, program, rank, failed, SIZE: tl.constexpr):
+    """Wait until the programs of this number on all GPUs have come here. What they stored before can then be read."""
+    tl.debug_barrier()
+    told = _tell(table, flags, program, rank, SIZE)
+    heard = _hear(own, flags, program, rank, SIZE)
+    tl.debug_barrier()
+    if not (told & heard):
+        tl.store(failed, 1)
+
+
+@triton.jit
+def _sum(table, data, at, here, kind, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of the ranks' elements, in the order of the ranks."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for peer in tl.static_range(SIZE):
+        part = tl.multiple_of((tl.load(table + peer) + data).to(tl.pointer_type(kind)), 16)
+        total += tl.load(part + at, mask=here, other=0.0, cache_modifier=".cg").to(tl.float32)
+    return total
+
+
+@triton.jit
+def _reduce_add(y, x, out, table, failed, n, rank, data, flags, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    program = tl.program_id(0)
+    at = program * BLOCK + tl.arange(0, BLOCK)
+    here = at < n
+    kind: tl.constexpr = y.dtype.element_ty
+    own = tl.load(table + rank)
+    tl.store(tl.multiple_of((own + data).to(tl.pointer_type(kind)), 16) + at, tl.load(y + at, mask=here), mask=here)
+    residual = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
+    _meet(table, own, flags, program, rank, failed, SIZE)
+    tl.store(out + at, (residual + _sum(table, data, at, here, kind, SIZE, BLOCK)).to(kind), mask=here)
+
+
+@triton.jit
+def _reduce_add_norm(y, x, gain, out, normed, table, failed, width, eps, rank, data, flags, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    row, column = tl.program_id(0), tl.arange(0, BLOCK)
+    here, at = column < width, row * width + column
+    kind: tl.constexpr = y.dtype.element_ty
+    own = tl.load(table + rank)
+    tl.store(tl.multiple_of((own + data).to(tl.pointer_type(kind)), 16) + at, tl.load(y + at, mask=here), mask=here)
+    residual = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
+    gains = tl.load(gain + column, mask=here, other=0.0)
+    _meet(table, own, flags, row, rank, failed, SIZE)
+    added = (residual + _sum(table, data, at, here, kind, SIZE, BLOCK)).to(kind)
+    tl.store(out + at, added, mask=here)
+    wide = added.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    tl.store(normed + at, gained(wide * scale, gains, kind), mask=here)
+
+
+@triton.jit
+def _gather(y, out, table, failed, columns, most, rank, data, flags, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    row, block = tl.program_id(0), tl.program_id(1)
+    program = row * tl.num_programs(1) + block
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    here, at = column < columns, row * columns + column
+    kind: tl.constexpr = y.dtype.element_ty
+    own = tl.load(table + rank)
+    tl.store((own + data).to(tl.pointer_type(kind)) + at, tl.load(y + at, mask=here), mask=here)
+    _meet(table, own, flags, program, rank, failed, SIZE)
+    for peer in tl.static_range(SIZE):
+        part = (tl.load(table + peer) + data).to(tl.pointer_type(kind))
+        place = peer * columns + column
+        tl.store(out + row * most + place, tl.load(part + at, mask=here, cache_modifier=".cg"), mask=here & (place < most))
+    _meet(table, own, flags, program, rank, failed, SIZE)  # the next launch may overwrite what the others have read by now
+
+
+def reduce_add(y: Tensor, x: Tensor, shared: Shared, data: int, flags: int) -> Tensor:
+    """The residual plus the sum of the ranks' tensors, in float32, rounded once.
+
+    Args:
+        y: This rank's tensor, contiguous.
+        x: The residual, of the same shape.
+        shared: The memory that the ranks share.
+        data: Where the tensors are in that memory, in bytes.
+        flags: Where the flags are: `size` int32 for each program, zero before the first launch.
+    """
+    out, count = torch.empty_like(x, memory_format=torch.contiguous_format), y.numel()
+    place = shared.table, shared.failed, count, shared.rank, data, flags
+    with torch.cuda.device_of(y):
+        _reduce_add[(triton.cdiv(count, BLOCK),)](y, x, out, *place, SIZE=shared.size, BLOCK=BLOCK, num_warps=4)
+    return out
+
+
+def reduce_add_norm(y: Tensor, x: Tensor, gain: Tensor, eps: float, shared: Shared, data: int, flags: int) -> tuple[Tensor, Tensor]:
+    """As `reduce_add` for `[T, M]`, and the RMS norm of the result with weight `gain`, each rounded."""
+    out, normed = torch.empty_like(x), torch.empty_like(x)
+    rows, width = x.shape
+    block = triton.next_power_of_2(width)
+    place = shared.table, shared.failed, width, eps, shared.rank, data, flags
+    with torch.cuda.device_of(y):
+        _reduce_add_norm[(rows,)](y, x, gain, out, normed, *place, SIZE=shared.size, BLOCK=block, num_warps=min(16, max(4, block // 512)))
+    return out, normed
+
+
+def gather_columns(y: Tensor, most: int, shared: Shared, data: int, flags: int) -> Tensor:
+    """The ranks' columns side by side, `[R, most]`, from `[R, N]` each. All fit into the memory from `data` on."""
+    rows, columns = y.shape
+    out = y.new_empty((rows, most))
+    place = shared.table, shared.failed, columns, most, shared.rank, data, flags
+    with torch.cuda.device_of(y):
+        _gather[(rows, triton.cdiv(columns, COLUMNS))](y, out, *place, SIZE=shared.size, BLOCK=COLUMNS, num_warps=4)
+    return out
