@@ -47,6 +47,7 @@ from nanovllm.models.fast.cuts import Cuts
 from nanovllm.models.model import Model
 from nanovllm.ops.attention.cascade_plan import CascadePlan
 from nanovllm.ops.compile_ahead import FirstStart
+from nanovllm.ops.distributed.collectives import require_ranks
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.sampling.row_options import TABLED, Kind, Row, kind_of, mask_lines, packed_options
 from nanovllm.state.kv_cache import KVState
@@ -175,7 +176,9 @@ class GraphExecutor:
         logits = None if self._short is None or self._attention.shares(host) else self._short.run(model.params, kv, host)
         if logits is None:
             logits, kv = self._forward(model.params, kv, self._prompt(host), model.config)
-        return self._rows.draw(logits, _whole(rows, draw), self._decode.width, masks), kv
+        drawn = self._rows.draw(logits, _whole(rows, draw), self._decode.width, masks)
+        require_ranks(model.config.mesh)
+        return drawn, kv
 
     @_on_device
     def score(
@@ -263,6 +266,7 @@ class GraphExecutor:
         if self._ahead.next():
             launch()
         drawn = results.wait(rows)
+        require_ranks(model.config.mesh)
         return step.carry, (replace(drawn, processing=processing) if processing else drawn).at(self._ahead.places)
 
     def take_discarded_count(self) -> int:

@@ -52,6 +52,16 @@ def all_gather_columns(x: Float[Tensor, "R N"], mesh: Mesh | None, width: int) -
     return x if mesh is None else torch.ops.nanovllm.gather_columns.default(x, mesh.group, width)
 
 
+def require_ranks(mesh: Mesh | None) -> None:
+    """Require that the results of earlier operations on the device are right.
+
+    Raises:
+        EngineDeadError: A rank has gone.
+    """
+    if mesh is not None:
+        lookup(mesh.group, Group).require_all()
+
+
 @torch.library.register_fake("nanovllm::all_reduce", lib=_LIBRARY)
 def _fake_reduced(x: Tensor, group: int) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)

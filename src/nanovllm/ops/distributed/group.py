@@ -43,6 +43,14 @@ class Group(Protocol):
         """The ranks' tensors, stacked along a new first axis. Raises `EngineDeadError` if a rank has gone."""
         ...
 
+    def require_all(self) -> None:
+        """Raise `EngineDeadError` if an earlier operation has failed on the device, because a rank has gone."""
+        ...
+
+    def give_up(self) -> None:
+        """End all waits for other ranks, now and later. Any thread may call this."""
+        ...
+
 
 def summed(parts: Sequence[Tensor], plus: Tensor | None = None) -> Tensor:
     """The sum of tensors, in their order, plus another one: in float64 for float64, else in float32, rounded once at the end."""

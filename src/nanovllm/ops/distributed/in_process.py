@@ -72,6 +72,13 @@ class ThreadGroup:
         """The ranks' tensors, stacked."""
         return torch.stack(self.meeting.exchange(self.rank, x))
 
+    def require_all(self) -> None:
+        """Nothing: failures are raised at once."""
+
+    def give_up(self) -> None:
+        """End all waits for other ranks."""
+        self.meeting.abort()
+
 
 def thread_meshes(size: int, seconds: float = SECONDS) -> list[Mesh]:
     """The meshes of `size` ranks that will be threads of this process. See `run_ranks`."""

@@ -89,9 +89,19 @@ class ProcessGroup:
         pieces = [gather_columns(piece, width, self._shared, 0, GATHERED) for piece in x.contiguous().split(most)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def lost(self) -> bool:
-        """Whether a launch has waited in vain for another rank."""
-        return self._shared is not None and bool(self._shared.failed.numpy()[0])
+    def require_all(self) -> None:
+        """Require that no launch has waited in vain for another rank.
+
+        Raises:
+            EngineDeadError: One has, so its results are wrong.
+        """
+        if self._shared is not None and self._shared.failed.numpy()[0]:
+            raise EngineDeadError(f"rank {self.rank} of {self.size} has waited in vain for another rank, which is gone or stands still")
+
+    def give_up(self) -> None:
+        """End all waits for other ranks on the device, now and later. Any thread may call this when it finds that a rank has gone."""
+        if self._shared is not None:
+            self._shared.failed.numpy()[0] = 1
 
     def _fits(self, x: Tensor, most: int) -> bool:
         floats = x.dtype in (torch.bfloat16, torch.float16, torch.float32)

@@ -3,7 +3,7 @@
 Every program copies its block into memory that the others can read, tells the programs of the same number on the other GPUs, waits for
 them, and sums the blocks in the order of the ranks. A flag is set by one rank and cleared by the rank that waits for it, so a captured
 launch can be replayed. Consecutive launches use two places of that memory in turn: a rank may still read the one while another rank
-already writes the other. A wait has a bound, after which the launch notes its failure in host memory and ends.
+already writes the other. A wait ends if the host gives up, because a rank has gone, or after a bound: the launch notes it in host memory and ends.
 """
 
 import torch
@@ -16,39 +16,43 @@ from nanovllm.types import Tensor
 
 BLOCK = 1024  # elements of a program that sums
 COLUMNS = 4096  # columns of a program that gathers
-SPINS = tl.constexpr(50_000_000)  # tries before a wait fails: some ten seconds
+SPINS = tl.constexpr(200_000_000)  # tries before a wait fails: some minutes
+LOOK = tl.constexpr(1024)  # tries between two looks at whether the host has given up
 
 
 @triton.jit
-def _wait(flag, expected, then):
-    """Exchange the value of a flag for another one, once it is the expected one. Returns whether it was."""
+def _wait(flag, expected, then, failed):
+    """Exchange the value of a flag for another one, once it is the expected one. Returns whether it was, or the host has given up."""
     found = tl.atomic_cas(flag, expected, then, sem="acq_rel", scope="sys")
     left = SPINS
     while (found != expected) & (left > 0):
         found = tl.atomic_cas(flag, expected, then, sem="acq_rel", scope="sys")
         left -= 1
+        if left % LOOK == 0:
+            if tl.load(failed, volatile=True) != 0:
+                left = 0
     return found == expected
 
 
 @triton.jit
-def _tell(table, flags, program, rank, SIZE: tl.constexpr):
+def _tell(table, flags, program, rank, failed, SIZE: tl.constexpr):
     """Set this rank's flags on the other GPUs. Returns whether all could be set."""
     good = True
     for peer in tl.static_range(SIZE):
         if peer != rank:
             there = (tl.load(table + peer) + flags).to(tl.pointer_type(tl.int32)) + program * SIZE + rank
-            good = good & _wait(there, 0, 1)
+            good = good & _wait(there, 0, 1, failed)
     return good
 
 
 @triton.jit
-def _hear(own, flags, program, rank, SIZE: tl.constexpr):
+def _hear(own, flags, program, rank, failed, SIZE: tl.constexpr):
     """Wait for the flags of the other ranks, and clear them. Returns whether all came."""
     good = True
     for peer in tl.static_range(SIZE):
         if peer != rank:
             mine = (own + flags).to(tl.pointer_type(tl.int32)) + program * SIZE + peer
-            good = good & _wait(mine, 1, 0)
+            good = good & _wait(mine, 1, 0, failed)
     return good
 
 
@@ -56,15 +60,15 @@ def _hear(own, flags, program, rank, SIZE: tl.constexpr):
 def _meet(table, own, flags, program, rank, failed, SIZE: tl.constexpr):
     """Wait until the programs of this number on all GPUs have come here. What they stored before can then be read."""
     tl.debug_barrier()
-    told = _tell(table, flags, program, rank, SIZE)
-    heard = _hear(own, flags, program, rank, SIZE)
+    told = _tell(table, flags, program, rank, failed, SIZE)
+    heard = _hear(own, flags, program, rank, failed, SIZE)
     tl.debug_barrier()
     if not (told & heard):
         tl.store(failed, 1)
 
 
 @triton.jit
-def _sum(table, data, at, here, kind, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _sum(table, data, at, here, kind: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """The sum of the ranks' elements, in the order of the ranks."""
     total = tl.zeros((BLOCK,), tl.float32)
     for peer in tl.static_range(SIZE):
