@@ -7,6 +7,7 @@ alone, and `add`, the sum with the residual in one launch. The embedding takes o
 """
 
 import argparse
+import gc
 import json
 import statistics
 import time
@@ -82,6 +83,8 @@ def main(arguments: list[str] | None = None) -> None:
         print(json.dumps(figures))
         if options.output is not None:
             options.output.write_text(json.dumps(result, indent=1) + "\n")
+    del engine, model
+    gc.collect()  # NCCL waits for the end of graphs that use it
     torch.cuda.synchronize()
     dist.barrier()
     dist.destroy_process_group()

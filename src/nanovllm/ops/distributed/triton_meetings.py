@@ -2,8 +2,8 @@
 
 Every program copies its block into memory that the others can read, tells the programs of the same number on the other GPUs, waits for
 them, and sums the blocks in the order of the ranks. A flag is set by one rank and cleared by the rank that waits for it, so a captured
-launch can be replayed. Consecutive launches use two places of that memory in turn: a rank may still read the one while another rank
-already writes the other. A wait ends if the host gives up, because a rank has gone, or after a bound: the launch notes it in host memory and ends.
+launch can be replayed. Consecutive sums use two places of that memory in turn: a rank may still read the one while another rank already
+writes the other. A wait ends if the host gives up, because a rank has gone, or after a bound: the launch then notes it in host memory.
 """
 
 import torch
@@ -29,8 +29,7 @@ def _wait(flag, expected, then, failed):
         found = tl.atomic_cas(flag, expected, then, sem="acq_rel", scope="sys")
         left -= 1
         if left % LOOK == 0:
-            if tl.load(failed, volatile=True) != 0:
-                left = 0
+            left = tl.where(tl.load(failed, volatile=True) != 0, 0, left)
     return found == expected
 
 
