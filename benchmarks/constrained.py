@@ -22,6 +22,7 @@ import json
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -106,7 +107,7 @@ def main(arguments: list[str] | None = None) -> None:
         f"--model {options.model} --strings {options.strings} --rows {options.rows} --max-tokens {options.max_tokens}",
     ]
     result = {
-        **record(llm.model, {}, " ".join(told), options.commit),
+        **record(replace(llm.model, name=options.model), {}, " ".join(told), options.commit),
         "rows": options.rows,
         "max_tokens": options.max_tokens,
         "tok_s": {name: rates[name] for name in WORKLOADS},

@@ -42,7 +42,7 @@ PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "8b": (*BENCH, "b1,b8,b64,offline,prefix", *EIGHT, "--repeats", "1", "--output", "OUT/gpu-8b.json"),
         "8b-fp8": (*BENCH, "b1,b8,b64,offline", *EIGHT, "--quantization", "fp8", "--output", "OUT/gpu-8b-fp8.json"),
         "8b-int4": (*BENCH, "b1,b8,b64,offline", *EIGHT, "--quantization", "int4", "--output", "OUT/gpu-8b-int4.json"),
-        "soak": (sys.executable, "benchmarks/soak.py", "--model", "qwen3-0.6b", "--minutes", "10", "--output", "OUT/gpu-soak.json"),
+        "soak": (*PYTHON, "benchmarks.soak", "--model", "qwen3-0.6b", "--minutes", "10", "--output", "OUT/gpu-soak.json"),
     }
 )
 

@@ -1,7 +1,7 @@
 """Serve a mix of all kinds of clients for minutes: nothing may grow, no reply may change, no step may stall.
 
-python benchmarks/soak.py --model qwen3-0.6b --minutes 10 --output soak.json
-python benchmarks/soak.py --model tiny --device cpu --minutes 1.5
+python -m benchmarks.soak --model qwen3-0.6b --minutes 10 --output soak.json
+python -m benchmarks.soak --model tiny --device cpu --minutes 1.5
 
 Clients arrive at random (Poisson), and a fifth of them leave before their reply has ended. One thread reads all of them in turn, so that
 their requests run in the same steps. The kinds are those of `KINDS`: plain greedy replies, sampled ones, stop strings, log-probabilities,
@@ -23,6 +23,9 @@ It is a violation, and the exit code is 1, if
    this is more, because a buffer that is first needed there is no leak; runs of less than two minutes are too short for this;
 6. nothing was preempted in a minute or more;
 7. pages, chunks or sessions are left at the end.
+
+Of the ten longest steps it tells what the thread did in them (`benchmarks/step_watch.py`): whether the engine took the time, or the device,
+or whether the thread had no processor.
 
 The benchmark keeps its own records in arrays of fixed size, so that it does not grow itself.
 """
@@ -46,6 +49,7 @@ import numpy as np
 import torch
 
 import nanovllm as nv
+from benchmarks.step_watch import COUNTERS, Longest, Watch, device_waits
 from nanovllm.entrypoints.arguments import positive
 from nanovllm.entrypoints.cli.bench.environment import record
 from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES, random_weights
@@ -72,6 +76,7 @@ JUMP = 4 << 20  # bytes by which it may grow there whatever the time
 SLOPED = 2.0  # minutes from which on this is checked
 TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of the GNU C library
 TIE = {"cpu": 1e-3, "cuda": 0.15}  # natural logarithms; less between two tokens, and either may be drawn
+UNCOUNTED = (0.0,) * len(COUNTERS)
 GREEDY = nv.SamplingParams(temperature=0.0, max_tokens=REPLY, ignore_eos=True)
 
 
@@ -122,6 +127,8 @@ class Steps:
         slowest: The seconds and prompt tokens of the longest of these.
         excess: The most seconds that a step took beside its prompt tokens.
         bins: How many steps took how long. Each bin is 1% longer than the one before it.
+        longest: The longest steps, and what the thread did in them.
+        begin: When the first step may start, in seconds of `time.perf_counter`.
     """
 
     FIRST, RATIO = 1e-6, 1.01
@@ -130,15 +137,22 @@ class Steps:
         self.per_token, self.limit = per_token, limit
         self.count, self.seconds, self.num_slow, self.slowest, self.excess = 0, 0.0, 0, (0.0, 0), 0.0
         self.bins = np.zeros(2048, np.int64)  # up to twelve minutes
+        self.longest, self.begin = Longest(), time.perf_counter()
 
-    def add(self, seconds: float, tokens: int) -> None:
-        """Add a step with so many prompt tokens."""
+    def add(
+        self, seconds: float, tokens: int, rows: int = 0, start: float = 0.0, before: Sequence[float] = UNCOUNTED,
+        after: Sequence[float] = UNCOUNTED,
+    ) -> None:  # fmt: skip
+        """Add a step with so many prompt tokens and rows that decode, its start, and the counters of `Watch` before and after it."""
         self.count += 1
         self.seconds += seconds
         at = int(math.log(max(seconds, self.FIRST) / self.FIRST) / math.log(self.RATIO))
         self.bins[min(at, len(self.bins) - 1)] += 1
         over = seconds - self.per_token * tokens
         self.excess = max(self.excess, over)
+        if over > self.longest.least:
+            did = [late - early for early, late in zip(before, after, strict=True)]
+            self.longest.add((over, start - self.begin, seconds, tokens, rows), did)
         if over > self.limit:
             self.num_slow += 1
             self.slowest = max(self.slowest, (seconds, tokens))
@@ -152,15 +166,15 @@ class Steps:
 class Timed(nv.LLM):
     """An `LLM` that measures its steps. A read of a stream may run many, if its request waits."""
 
-    steps = Steps(0.0, math.inf)
+    steps, watch = Steps(0.0, math.inf), Watch()
 
     def _step(self) -> set[int]:
-        before, start = self.state.stats, time.perf_counter()
+        before, counters, start = self.state.stats, self.watch.now(), time.perf_counter()
         ended = super()._step()
         seconds, after = time.perf_counter() - start, self.state.stats
-        tokens = after.prefill_tokens - before.prefill_tokens
-        if tokens or after.decode_tokens > before.decode_tokens:
-            self.steps.add(seconds, tokens)
+        tokens, rows = after.prefill_tokens - before.prefill_tokens, after.decode_tokens - before.decode_tokens
+        if tokens or rows:
+            self.steps.add(seconds, tokens, rows, start, counters, self.watch.now())
         return ended
 
 
@@ -366,6 +380,7 @@ class Soak:
     def run(self) -> None:
         """Serve clients until the time is over, and let the last ones end."""
         begin = now = time.monotonic()
+        self.llm.steps.begin = time.perf_counter()
         end, arrival, sample, arrivals = begin + 60 * self.options.minutes, begin, begin, 0
         clients: dict[Iterator[None], tuple[str, float]] = {}  # their kinds, and after how many reads they leave
         while clients or now < end:
@@ -452,6 +467,7 @@ class Soak:
             "num_pages": self.num_pages,
             "steps": {"count": steps.count, "p50_ms": round(1e3 * steps.percentile(50), 2), "p99_ms": round(1e3 * steps.percentile(99), 2)}
             | {"worst_ms_beyond_prompts": round(1e3 * steps.excess, 2), "prompt_token_us": round(1e6 * steps.per_token, 2)},
+            "longest_steps": steps.longest.told(),
             "preemptions_per_100_clients": round(100 * state.stats.preemptions / max(1, self.num_clients()), 2),
             "memory_grown": grown,
             "host_mib_per_minute": round(slope / 2**20, 3),
@@ -487,7 +503,17 @@ def table(figures: dict[str, Any]) -> str:
     stats = ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in figures["stats"].items())
     stats += f"; {figures['preemptions_per_100_clients']:.1f} preemptions for 100 clients, in {figures['num_pages']:,} pages"
     lines = [*aligned(("clients", *columns), rows, left=(0,)), "", f"steps: {steps}", f"memory grown: {grown}", f"engine: {stats}"]
+    lines += ["", *_longest(figures["longest_steps"]), ""]
     return "\n".join([*lines, f"violations: {len(figures['violations'])}", *(f"  {each}" for each in figures["violations"][:20])])
+
+
+def _longest(steps: list[dict[str, Any]]) -> list[str]:
+    """The longest steps, one line each."""
+    names = ("second", "ms", "prompt_tokens", "decode_rows", "mostly", "processor_ms", "device_wait_ms", "collection_ms")
+    names += ("voluntary_switches", "involuntary_switches", "major_faults")
+    rows = [[f"{step[name]:,}" if name != "mostly" else step[name] for name in names] for step in steps]
+    head = [name.replace("_", " ") for name in names]
+    return ["the longest steps beside the share of their prompts:", *aligned(head, rows, left=(names.index("mostly"),))]
 
 
 def find_model(name: str, device: str | None) -> nv.Model:
@@ -512,10 +538,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="write the results to this JSON file")
     options = parser.parse_args(argv)
     soak = Soak(find_model(options.model, options.device), options)
-    soak.warm_up()
-    freeze()
-    soak.run()
-    command = f"python benchmarks/soak.py --model {options.model} --minutes {options.minutes:g} --rate {options.rate:g}"
+    with soak.llm.watch.installed(device_waits() if soak.device.type == "cuda" else ()):
+        soak.warm_up()
+        freeze()
+        soak.run()
+    command = f"python -m benchmarks.soak --model {options.model} --minutes {options.minutes:g} --rate {options.rate:g}"
     result = record(soak.llm.model, soak.report(), command, options.commit)
     print(table(result))
     if options.output:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import soak
+from benchmarks import soak, step_watch
 from nanovllm.testing.models import save_hf_folder, tiny_config
 
 pytestmark = pytest.mark.unhooked  # it measures
@@ -50,7 +50,34 @@ def test_every_kind_is_served(small: list[str], short: None, tmp_path: Path, cap
         assert kind == "sampled" or counts["equal"] > 0
     assert sum(counts.get("left", 0) for counts in told["clients"].values()) > 0
     assert told["stats"]["preemptions"] > 0 and told["preemptions_per_100_clients"] > 0
-    assert "violations: 0" in capsys.readouterr().out
+    longest = told["longest_steps"]
+    assert len(longest) == 10 and longest[0]["ms_beyond_prompts"] == told["steps"]["worst_ms_beyond_prompts"]
+    assert all(0 <= step["second"] < 60 and step["prompt_tokens"] + step["decode_rows"] > 0 for step in longest)
+    out = capsys.readouterr().out
+    assert "violations: 0" in out and "the longest steps beside the share of their prompts:" in out
+
+
+@pytest.mark.parametrize("mostly", ["engine", "no processor"])
+def test_a_long_step_tells_what_took_its_time(
+    mostly: str, small: list[str], short: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that the engine itself takes is told from one in which the thread did not run. Both are violations."""
+    step, steps, clock = soak.nv.LLM._step, count(), time.perf_counter
+    if mostly == "engine":  # as if nobody else wanted this machine's processors
+        monkeypatch.setattr(step_watch, "time", SimpleNamespace(thread_time=clock, perf_counter=clock))
+
+    def stalled(self: soak.nv.LLM) -> set[int]:
+        if isinstance(self, soak.Timed) and self.steps.limit == 1.0 and next(steps) == 3:
+            time.sleep(1.5)
+        return step(self)
+
+    monkeypatch.setattr(soak.nv.LLM, "_step", stalled)
+    monkeypatch.setattr(soak, "KINDS", {"plain": soak.Soak.stream})
+    seen: list[dict[str, object]] = []
+    planted(lambda run: seen.append(run.llm.steps.longest.told()[0]), monkeypatch)
+    assert soak.main([*ARGUMENTS[:-1], "1000", *small, "--minutes", "0.005", "--rate", "100"]) == 1
+    assert seen[0]["mostly"] == mostly and 1500 < seen[0]["ms_beyond_prompts"] < 10_000
+    assert "violations: 1\n  1 steps were too long" in capsys.readouterr().out
 
 
 @pytest.mark.long

@@ -14,11 +14,12 @@ import torch
 
 import nanovllm as nv
 from nanovllm.entrypoints.cli import main as cli
-from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES
+from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES, random_weights
 from nanovllm.entrypoints.cli.tune.kernel_search import Unfit
 from nanovllm.entrypoints.cli.tune.measure import Recorder, measuring
 from nanovllm.loading.quantisation.rounding import Rounding, rounded_params
-from nanovllm.models.fast.cuts import DEFAULT, StepCuts
+from nanovllm.models.check.examine import examine
+from nanovllm.models.fast.cuts import DEFAULT, SHIPPED, StepCuts
 from nanovllm.models.tuning.candidates import default_cut, neighbours, starts
 from nanovllm.models.tuning.choose import cuts_for, machine_of
 from nanovllm.models.tuning.file import default_path, key_of, read_cuts
@@ -120,6 +121,19 @@ def test_an_engine_runs_by_the_file(tuned: tuple[Path, dict[str, Any]], tmp_path
             replies[tuning, count] = [gen.token_ids for gen in gens]
     pairs = [(a, b) for count in (2, 20) for a, b in zip(replies[False, count], replies[other, count], strict=True)]
     assert sum(a[0] == b[0] for a, b in pairs) >= 18 and sum(a == b for a, b in pairs) >= 5, pairs  # of 22
+
+
+def test_a_shipped_file_keeps_the_error_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In layers of the shapes that it is for, by a user without a file."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setitem(SHAPES, "two layers", replace(SHAPES["qwen3-8b"], num_layers=2))
+    model = random_weights("two layers", quantization="int4")
+    cuts = cuts_for(model, None)
+    if cuts is None:
+        pytest.skip("nothing is shipped for this GPU")
+    report = examine(model, cuts=cuts)
+    assert report.tuning == cuts.source and cuts.source.endswith(SHIPPED)
+    assert report.fallen == () and set(report.rows) > {1, 2, 8, 16, 24}
 
 
 def test_the_file_of_another_gpu_is_refused(tuned: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:

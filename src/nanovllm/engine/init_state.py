@@ -78,7 +78,8 @@ def init_state(
             is kept in the user's cache. True: always, on a CPU too, but not together with `compile=True` there. This option is not
             `nv.check`.
         tuning: The tile configurations of the GPU's kernels. None: use the file that `nanovllm tune` wrote for this GPU, model and
-            version, if it exists. True: the same, and it must exist. False: the defaults. A path: use this file.
+            version, or else the file that nanovllm ships for them, if there is one. True: use the file of `nanovllm tune`, which must
+            exist. False: the defaults. A path: use this file.
         progress: Whether to draw progress bars. None: only on a terminal.
         kv_dtype: "fp8": keys and values as codes of 8 bits (e4m3), with a scale for each token and head, in about half of the memory.
             Results differ from those of unrounded KV. None: the dtype of the model.

@@ -11,7 +11,7 @@ from nanovllm.models.model import Model
 from nanovllm.ops.linear.quantise import KINDS
 from nanovllm.sampling.params import SamplingParams, from_generation_config
 
-TUNING = "a file of `nanovllm tune`, or off for the default tile configurations (default: the file in the cache, if it exists)"
+TUNING = "a file of `nanovllm tune`, or off for the default tile configurations (default: the file in the cache, else a shipped one)"
 DTYPE = "float32, bfloat16 or float16 (default: the model's on a GPU, float32 on a CPU)"
 DEVICE = "cpu or cuda (default: a GPU if torch sees one)"
 POOL = "enough for requests of full length, but at most 4 GiB on a CPU, or the rest of --memory-fraction on a GPU"

@@ -101,7 +101,8 @@ class LLM:
             cascade: Whether pages that requests share are read once for all of them. None: if that is faster.
             check: Whether to compare the fast kernels with the plain layers on the model's own weights at the start. None: on a GPU, once
                 for the same weights.
-            tuning: The tile configurations of the GPU's kernels. None: those of `nanovllm tune` for this GPU and model, if its file exists.
+            tuning: The tile configurations of the GPU's kernels. None: those of `nanovllm tune` for this GPU and model, or
+                else those that nanovllm ships for them, if there is a file.
             revision: A branch, a tag or a commit of a repository. None: `main`.
             download: Whether to fetch from the Hugging Face Hub the files that the cache lacks.
             trust_remote_code: Whether Python code in the checkpoint may be executed.

@@ -32,6 +32,7 @@ class StepCuts:
 
 PARTS = tuple(StepCuts.__dataclass_fields__)  # in the order of a step
 DEFAULT = StepCuts()
+SHIPPED = " (shipped with nanovllm)"  # the end of `Cuts.source` for a tuning file of the package
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

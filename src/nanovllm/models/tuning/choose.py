@@ -1,4 +1,7 @@
-"""The choice of an engine's tile configurations: from the tuning file for its GPU and model, or as the caller says."""
+"""The choice of an engine's tile configurations: from the tuning file for its GPU and model, or as the caller says.
+
+The user's own file is preferred to a file of the package.
+"""
 
 import os
 import warnings
@@ -9,8 +12,9 @@ from nanovllm.files import is_private
 from nanovllm.models.fast import fused
 from nanovllm.models.fast.cuts import Cuts
 from nanovllm.models.model import Model
-from nanovllm.models.tuning.file import default_path, key_of, read_cuts
+from nanovllm.models.tuning.file import default_path, key_of, read_cuts, read_shipped
 from nanovllm.models.tuning.launches import Machine, alike
+from nanovllm.models.tuning.shipped import shipped_path
 from nanovllm.ops.backends import processors, shared_memory
 
 
@@ -35,8 +39,9 @@ def cuts_for(model: Model, tuning: bool | str | os.PathLike[str] | None) -> Cuts
 
     Args:
         model: The model.
-        tuning: False: the defaults. None: the file in the user's cache if it exists; a warning if it is damaged or if other users can
-            write it. True: the file in the user's cache, which must exist. A path: this file.
+        tuning: False: the defaults. None: the file in the user's cache, or else the file that the package has for this GPU and these
+            shapes, if there is one; a warning if it is damaged or if other users can write it. True: the file in the user's cache, which
+            must exist. A path: this file.
 
     Raises:
         TuningFileError: The file was asked for and cannot be used.
@@ -57,12 +62,14 @@ def cuts_for(model: Model, tuning: bool | str | os.PathLike[str] | None) -> Cuts
         )
     try:
         path = _cached(model) if tuning is None or tuning is True else _given(tuning)
-        if path is None and tuning is None:
-            return None
-        if path is None:
+        if path is not None:
+            cuts = read_cuts(path, model, machine_of(model))
+        elif tuning is None:
+            path = shipped_path(model)
+            cuts = None if path is None else read_shipped(path, model, machine_of(model))
+        else:
             raise TuningFileError(f"no tuning file in the user's cache for {model.name} in {model.dtype} on this GPU; run `nanovllm tune`")
-        cuts = read_cuts(path, model, machine_of(model))
-        return None if cuts.default else cuts
+        return None if cuts is None or cuts.default else cuts
     except TuningFileError as error:
         if tuning is not None:
             raise

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from immutables import Map
 from nanovllm import ops
 from nanovllm.errors import InvalidRequestError, TuningFileError
 from nanovllm.files import cache_path, write_whole
-from nanovllm.models.fast.cuts import PARTS, Cuts, StepCuts
+from nanovllm.models.fast.cuts import PARTS, SHIPPED, Cuts, StepCuts
 from nanovllm.models.model import Model
 from nanovllm.models.tuning.candidates import valid
 from nanovllm.models.tuning.launches import Machine, codes_of, works
@@ -38,10 +38,19 @@ LARGEST = 1 << 20  # most bytes of a file
 
 
 def key_of(model: Model) -> dict[str, Any]:
-    """The key of a tuning file: the GPU, the dtype, the shapes of the model's kernels, the versions, and a hash of the kernels' sources.
+    """The key of a tuning file: what `target_of` names, the versions, and a hash of the kernels' sources.
 
     Raises `TuningFileError` if the sources cannot be read.
     """
+    return {
+        **target_of(model),
+        "versions": {name: _version(name) for name in ("nanovllm", "torch", "triton")},
+        "kernels": _sources(KERNELS + (QUANTISED if codes_of(model.params) else ())),
+    }
+
+
+def target_of(model: Model) -> dict[str, Any]:
+    """What tile configurations are measured for: the GPU, the dtype, and the shapes of the model's kernels."""
     c = model.config
     shapes = {
         "hidden_size": c.hidden_size,
@@ -63,16 +72,19 @@ def key_of(model: Model) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type,
         "dtype": str(model.dtype).removeprefix("torch."),
         "shapes": shapes,
-        "versions": {name: _version(name) for name in ("nanovllm", "torch", "triton")},
-        "kernels": _sources(KERNELS + (QUANTISED if codes else ())),
     }
 
 
 def default_path(key: Mapping[str, Any]) -> Path:
     """The path of the file for a key in the user's cache. The file may not exist."""
+    return cache_path() / file_name(key)
+
+
+def file_name(key: Mapping[str, Any]) -> str:
+    """The name of the file for a key, or for what `target_of` returns."""
     gpu = re.sub(r"[^a-z0-9]+", "-", key["gpu"].lower()).strip("-")
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    return cache_path() / f"tuning-{gpu}-{key['dtype']}-{digest}.json"
+    return f"tuning-{gpu}-{key['dtype']}-{digest}.json"
 
 
 def write_cuts(path: Path, key: Mapping[str, Any], steps: Map[int, StepCuts], measured: list[dict[str, Any]]) -> None:
@@ -93,6 +105,12 @@ def read_cuts(path: Path, model: Model, machine: Machine) -> Cuts:
     return _read(path, model, machine)[0]
 
 
+def read_shipped(path: Path, model: Model, machine: Machine) -> Cuts:
+    """The same from a file of the package, whose key is that of `target_of`. Its source says that it is shipped."""
+    cuts = _read(path, model, machine, shipped=True)[0]
+    return replace(cuts, source=f"{path}{SHIPPED}")
+
+
 def read_run(path: Path, model: Model, machine: Machine) -> tuple[Cuts, list[dict[str, Any]]]:
     """The tile configurations and the measurements in a file. Raises `TuningFileError` with the file and the reason."""
     cuts, document = _read(path, model, machine)
@@ -102,12 +120,12 @@ def read_run(path: Path, model: Model, machine: Machine) -> tuple[Cuts, list[dic
     return cuts, lines
 
 
-def _read(path: Path, model: Model, machine: Machine) -> tuple[Cuts, dict[str, Any]]:
+def _read(path: Path, model: Model, machine: Machine, *, shipped: bool = False) -> tuple[Cuts, dict[str, Any]]:
     document = _document(path)
     if document.get("format") != FORMAT:
         raise TuningFileError(f"{path}: format {document.get('format')!r}, but this version reads format {FORMAT}")
     try:
-        theirs, mine = document.get("key"), key_of(model)
+        theirs, mine = document.get("key"), target_of(model) if shipped else key_of(model)
     except TuningFileError as error:
         raise TuningFileError(f"{path}: {error}") from error
     if not isinstance(theirs, dict):

@@ -10,6 +10,7 @@ from nanovllm.config import ModelConfig
 from nanovllm.entrypoints.cli.bench.roofline import Ceiling, HeldBytes, decode_bytes, limit_seconds, prompt_bytes
 from nanovllm.entrypoints.cli.bench.workloads import PROMPT, Measured
 from nanovllm.entrypoints.display.tables import Cells, aligned
+from nanovllm.models.fast.cuts import SHIPPED
 
 WHERE_TO = re.compile(r" --(?:output|plot|commit)[ =]\S+| --json| --download")  # options that do not change any figure
 HOST = (
@@ -73,7 +74,8 @@ def about(result: Mapping[str, Any]) -> str:
     how = f" and {result['quantization']}" if result.get("quantization") else ""
     how += f", KV in {result['kv_dtype']}" if result.get("kv_dtype") else ""
     line = f"{result['model']}, {result['dtype']}{how}, {result['gpu'] or result['cpu']}, commit {result['commit']}"
-    line += ", tuned" if result.get("tuning") else ""
+    if tuning := result.get("tuning"):
+        line += ", tuned by the shipped file" if tuning.endswith(SHIPPED) else ", tuned"
     line += ", cut short" if result.get("unfinished") else ""
     ceiling = result.get("roofline")
     return f"{line}; reads {ceiling['read_gb_s']:,.0f} GB/s, multiplies {ceiling['matmul_tflop_s']:,.2f} TFLOP/s" if ceiling else line
