@@ -139,6 +139,8 @@ def load(url: str, model: str, streams: int, num_reply: int, options: argparse.N
         "ttft_ms": at(first, 0.5),
         "ttft_p99": at(first, 0.99),
         "gap_ms": at(gaps, 0.5),
+        "gap_mean": round(1e3 * sum(gaps) / len(gaps), 2),
+        "gap_p90": at(gaps, 0.9),
         "gap_p99": at(gaps, 0.99),
     }
 
