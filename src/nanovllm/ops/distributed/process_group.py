@@ -36,7 +36,7 @@ class ProcessGroup:
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of the ranks' tensors."""
         with self._watched():
-            if self.device.type == "cpu":
+            if not x.is_cuda:
                 return summed(self._gathered(x))
             if self._shared is not None and self._fits(x, ADDED):
                 from nanovllm.ops.distributed.triton_meetings import reduce
@@ -54,7 +54,7 @@ class ProcessGroup:
     def all_reduce_add(self, y: Tensor, x: Tensor, slot: int) -> Tensor:
         """The sum of the ranks' tensors and of `x`."""
         if self._shared is None or not self._fits(y, ADDED):
-            return summed(self._gathered(y), x) if self.device.type == "cpu" else x + self.all_reduce(y)
+            return x + self.all_reduce(y) if y.is_cuda else summed(self._gathered(y), x)
         from nanovllm.ops.distributed.triton_meetings import reduce
 
         return reduce(y.contiguous(), x.contiguous(), self._shared, *slot_of(slot), dependent_launch(self.device))
@@ -75,7 +75,7 @@ class ProcessGroup:
     def all_gather(self, x: Tensor) -> Tensor:
         """The ranks' tensors, stacked."""
         with self._watched():
-            if self.device.type == "cpu":
+            if not x.is_cuda:
                 return torch.stack(self._gathered(x))
             out = x.new_empty((self.size, *x.shape))
             dist.all_gather_into_tensor(out, x.contiguous(), group=self._group)
