@@ -44,8 +44,11 @@ def check_sums(mesh: Mesh, device: torch.device) -> None:
             for tensor in (x, gain):
                 dist.broadcast(tensor, 0)
             expected = summed(list(all_gather(y, mesh).unbind()), x)
+            halves, bias = torch.stack([y.float() * 0.25, y.float() * 0.75]), torch.zeros_like(gain)
+            added, _ = all_reduce_add_norm(halves, bias, x, gain, 1e-6, mesh, 1)
+            torch.testing.assert_close(added, expected, rtol=2e-2, atol=2e-2)
             for slot in (0, 1):
-                added, normed = all_reduce_add_norm(y, x, gain, 1e-6, mesh, slot)
+                added, normed = all_reduce_add_norm(y.unsqueeze(0), None, x, gain, 1e-6, mesh, slot)
                 torch.testing.assert_close(added, expected, rtol=2e-2, atol=2e-2)
                 torch.testing.assert_close(normed, rms_norm(added, gain, 1e-6), rtol=2e-2, atol=2e-2)
         for rows, columns, most in ((1, 75968, 151936), (70, 75968, 151936), (300, 75968, 151936), (5, 132, 263), (40000, 66, 131)):

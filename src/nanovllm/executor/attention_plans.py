@@ -121,10 +121,16 @@ class Attention:
             self._loading = Loading(self._shape.kernels(), self._model.device)
 
     def settle(self, *, quiet: bool = False) -> None:
-        """Wait for kernels that this machine has. If they are built now, which takes longer, say so on stderr, unless `quiet`."""
+        """Wait for kernels that this machine has. If they are built now, which takes longer, say so on stderr, unless `quiet`.
+
+        Ranks that share a model wait for the end of that, too: they must take new kernels at the same step.
+        """
         if self._loading is None:
             return
-        if not self._loading.builds.result() and wait([self._loading.backend], PATIENCE).done:
+        if self._model.config.mesh is not None:
+            wait([self._loading.backend])
+            self.ready()
+        elif not self._loading.builds.result() and wait([self._loading.backend], PATIENCE).done:
             self.ready()
         elif not quiet:
             print(BUILDING, file=sys.stderr, flush=True)

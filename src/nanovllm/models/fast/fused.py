@@ -23,7 +23,7 @@ from nanovllm.ops.distributed.collectives import all_gather_columns, all_reduce,
 from nanovllm.ops.elementwise.decode_rows import capped_logits
 from nanovllm.ops.linear import norm_linear as few
 from nanovllm.ops.linear.linear import linear
-from nanovllm.ops.linear.linear_add_norm import linear_add_norm, norm_add
+from nanovllm.ops.linear.linear_add_norm import linear_add_norm, norm_add, product_in_parts
 from nanovllm.ops.linear.norm_linear import norm_linear
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.ops.linear.quantised_tiles import serves_few
@@ -324,11 +324,14 @@ def _added_normed(
     """As `linear_add_norm`, with the product summed over the ranks. `slot` is that of `all_reduce_add`."""
     if mesh is None:
         return linear_add_norm(x, weight, bias, residual, gain, eps, inner=inner, cut=cut)
-    product = norm_linear(x, weight, bias=bias)
-    if inner is None:
-        return all_reduce_add_norm(product, residual, gain, eps, mesh, slot)
-    x = norm_add(all_reduce(product, mesh), inner, residual, eps)
-    return x, norm_add(x, gain, None, eps)
+    if inner is not None:
+        x = norm_add(all_reduce(norm_linear(x, weight, bias=bias), mesh), inner, residual, eps)
+        return x, norm_add(x, gain, None, eps)
+    if isinstance(weight, QuantisedMatrix):
+        parts, bias = norm_linear(x, weight, bias=bias, cut=cut).unsqueeze(0), None
+    else:
+        parts, bias = product_in_parts(x, weight, bias, cut)
+    return all_reduce_add_norm(parts, bias, residual, gain, eps, mesh, slot)
 
 
 def _routed(w: Layer[Tensor], h: Float[Tensor, "T M"], config: ModelConfig) -> Float[Tensor, "T M"]:

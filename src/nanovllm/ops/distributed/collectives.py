@@ -11,7 +11,7 @@ _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
 _LIBRARY.define("all_reduce(Tensor x, SymInt group) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.define("all_reduce_add(Tensor y, Tensor x, SymInt group, SymInt slot) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.define(
-    "all_reduce_add_norm(Tensor y, Tensor x, Tensor gain, float eps, SymInt group, SymInt slot) -> (Tensor, Tensor)",
+    "all_reduce_add_norm(Tensor parts, Tensor? bias, Tensor x, Tensor gain, float eps, SymInt group, SymInt slot) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define("gather_columns(Tensor x, SymInt group, SymInt width) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
@@ -36,10 +36,16 @@ def all_reduce_add(y: Float[Tensor, "T M"], x: Float[Tensor, "T M"], mesh: Mesh,
 
 
 def all_reduce_add_norm(
-    y: Float[Tensor, "T M"], x: Float[Tensor, "T M"], gain: Float[Tensor, "M"], eps: float, mesh: Mesh, slot: int
+    parts: Float[Tensor, "P T M"],
+    bias: Float[Tensor, "M"] | None,
+    x: Float[Tensor, "T M"],
+    gain: Float[Tensor, "M"],
+    eps: float,
+    mesh: Mesh,
+    slot: int,
 ) -> tuple[Float[Tensor, "T M"], Float[Tensor, "T M"]]:
-    """As `all_reduce_add`, and the RMS norm of the result with weight `gain`."""
-    return torch.ops.nanovllm.all_reduce_add_norm.default(y, x, gain, eps, mesh.group, slot)
+    """As `all_reduce_add` with the sum of `parts` and `bias`, and the RMS norm of the result with weight `gain`."""
+    return torch.ops.nanovllm.all_reduce_add_norm.default(parts, bias, x, gain, eps, mesh.group, slot)
 
 
 def all_gather(x: Tensor, mesh: Mesh) -> Tensor:
@@ -73,7 +79,9 @@ def _fake_added(y: Tensor, x: Tensor, group: int, slot: int) -> Tensor:
 
 
 @torch.library.register_fake("nanovllm::all_reduce_add_norm", lib=_LIBRARY)
-def _fake_added_norm(y: Tensor, x: Tensor, gain: Tensor, eps: float, group: int, slot: int) -> tuple[Tensor, Tensor]:
+def _fake_added_norm(
+    parts: Tensor, bias: Tensor | None, x: Tensor, gain: Tensor, eps: float, group: int, slot: int
+) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(x)
 
 
@@ -95,8 +103,10 @@ def _all_reduce_add(y: Tensor, x: Tensor, group: int, slot: int) -> Tensor:
     return lookup(group, Group).all_reduce_add(y, x, slot)
 
 
-def _all_reduce_add_norm(y: Tensor, x: Tensor, gain: Tensor, eps: float, group: int, slot: int) -> tuple[Tensor, Tensor]:
-    return lookup(group, Group).all_reduce_add_norm(y, x, gain, eps, slot)
+def _all_reduce_add_norm(
+    parts: Tensor, bias: Tensor | None, x: Tensor, gain: Tensor, eps: float, group: int, slot: int
+) -> tuple[Tensor, Tensor]:
+    return lookup(group, Group).all_reduce_add_norm(parts, bias, x, gain, eps, slot)
 
 
 def _gather_columns(x: Tensor, group: int, width: int) -> Tensor:

@@ -31,8 +31,10 @@ class Group(Protocol):
         """`x` plus the sum of the ranks' `y`, rounded once. Consecutive calls have the slots 0 and 1 in turn."""
         ...
 
-    def all_reduce_add_norm(self, y: Tensor, x: Tensor, gain: Tensor, eps: float, slot: int) -> tuple[Tensor, Tensor]:
-        """As `all_reduce_add`, and the RMS norm of the result with weight `gain`."""
+    def all_reduce_add_norm(
+        self, parts: Tensor, bias: Tensor | None, x: Tensor, gain: Tensor, eps: float, slot: int
+    ) -> tuple[Tensor, Tensor]:
+        """As `all_reduce_add` with the sum of `parts` and `bias`, and the RMS norm of the result with weight `gain`."""
         ...
 
     def gather_columns(self, x: Tensor, width: int) -> Tensor:
@@ -50,6 +52,14 @@ class Group(Protocol):
     def give_up(self) -> None:
         """End all waits for other ranks, now and later. Any thread may call this."""
         ...
+
+
+def joined(parts: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The sum of parts `[P, T, M]`, plus a bias if given, rounded once."""
+    if len(parts) == 1 and bias is None:
+        return parts[0].to(dtype)
+    total = parts.double().sum(0) if dtype == torch.float64 else parts.float().sum(0)
+    return (total if bias is None else total + bias).to(dtype)
 
 
 def summed(parts: Sequence[Tensor], plus: Tensor | None = None) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from nanovllm.config import Mesh
 from nanovllm.errors import EngineDeadError
 from nanovllm.ops.attention.plan_table import register
-from nanovllm.ops.distributed.group import summed
+from nanovllm.ops.distributed.group import joined, summed
 from nanovllm.ops.linear.linear_add_norm import norm_add
 from nanovllm.types import Tensor
 
@@ -59,9 +59,11 @@ class ThreadGroup:
         """The sum of the ranks' tensors and of `x`."""
         return summed(self.meeting.exchange(self.rank, y), x)
 
-    def all_reduce_add_norm(self, y: Tensor, x: Tensor, gain: Tensor, eps: float, slot: int) -> tuple[Tensor, Tensor]:
+    def all_reduce_add_norm(
+        self, parts: Tensor, bias: Tensor | None, x: Tensor, gain: Tensor, eps: float, slot: int
+    ) -> tuple[Tensor, Tensor]:
         """The sum of the ranks' tensors and of `x`, and its RMS norm."""
-        added = self.all_reduce_add(y, x, slot)
+        added = self.all_reduce_add(joined(parts, bias, x.dtype), x, slot)
         return added, norm_add(added, gain, None, eps)
 
     def gather_columns(self, x: Tensor, width: int) -> Tensor:

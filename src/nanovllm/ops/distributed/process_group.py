@@ -15,13 +15,12 @@ import torch.distributed as dist
 from nanovllm.config import Mesh
 from nanovllm.errors import EngineDeadError, InvalidRequestError
 from nanovllm.ops.attention.plan_table import register
-from nanovllm.ops.distributed.group import summed
+from nanovllm.ops.backends import dependent_launch
+from nanovllm.ops.distributed.group import joined, summed
 from nanovllm.ops.distributed.shared_memory import ADDED, FLAGS, GATHERED, STAGE, share_memory, slot_of
 from nanovllm.ops.linear.linear_add_norm import norm_add
 from nanovllm.types import Tensor
 
-ONE_SHOT = 256 << 10  # most bytes for which each GPU reads the whole tensors of the others
-FEWEST_ROWS = 8  # for a program of each row to be faster than a second launch
 ALIGNED = 16  # bytes that these kernels read at once
 MINUTES = 10  # that a rank waits for the others, a start included
 
@@ -37,42 +36,46 @@ class ProcessGroup:
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of the ranks' tensors."""
         with self._watched():
-            if self.device.type == "cpu":
+            if not x.is_cuda:
                 return summed(self._gathered(x))
-            if self._shared is None or not self._fits(x, STAGE):
-                out = x.clone(memory_format=torch.contiguous_format)
-                dist.all_reduce(out, group=self._group)
-                return out
-            flat, name = x.reshape(-1), self._group.group_name
-            stage = self._shared.memory[: x.nbytes].view(x.dtype)
-            if x.nbytes <= ONE_SHOT:
-                return torch.ops.symm_mem.one_shot_all_reduce_copy(stage, flat, "sum", name).view(x.shape)
-            stage.copy_(flat)
-            torch.ops.symm_mem.two_shot_all_reduce_(stage, "sum", name)
-            return stage.clone().view(x.shape)
+            if self._shared is not None and self._fits(x, ADDED):
+                from nanovllm.ops.distributed.triton_meetings import reduce
+
+                return reduce(x.contiguous(), None, self._shared, 0, GATHERED, dependent_launch(self.device))
+            if self._shared is not None and self._fits(x, STAGE) and x.dtype != torch.float16:
+                stage = self._shared.memory[: x.nbytes].view(x.dtype)
+                stage.copy_(x.reshape(-1))
+                torch.ops.symm_mem.two_shot_all_reduce_(stage, "sum", self._group.group_name)
+                return stage.clone().view(x.shape)
+            out = x.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(out, group=self._group)
+            return out
 
     def all_reduce_add(self, y: Tensor, x: Tensor, slot: int) -> Tensor:
         """The sum of the ranks' tensors and of `x`."""
         if self._shared is None or not self._fits(y, ADDED):
-            return summed(self._gathered(y), x) if self.device.type == "cpu" else x + self.all_reduce(y)
-        from nanovllm.ops.distributed.triton_meetings import reduce_add
+            return x + self.all_reduce(y) if y.is_cuda else summed(self._gathered(y), x)
+        from nanovllm.ops.distributed.triton_meetings import reduce
 
-        return reduce_add(y.contiguous(), x.contiguous(), self._shared, *slot_of(slot))
+        return reduce(y.contiguous(), x.contiguous(), self._shared, *slot_of(slot), dependent_launch(self.device))
 
-    def all_reduce_add_norm(self, y: Tensor, x: Tensor, gain: Tensor, eps: float, slot: int) -> tuple[Tensor, Tensor]:
+    def all_reduce_add_norm(
+        self, parts: Tensor, bias: Tensor | None, x: Tensor, gain: Tensor, eps: float, slot: int
+    ) -> tuple[Tensor, Tensor]:
         """The sum of the ranks' tensors and of `x`, and its RMS norm."""
-        many = FEWEST_ROWS <= len(y) <= FLAGS // (4 * self.size)
-        if self._shared is None or not many or not self._fits(y, ADDED) or not gain.is_contiguous():
-            added = self.all_reduce_add(y, x, slot)
+        served = self._shared is not None and len(x) <= FLAGS // (4 * self.size) and self._fits(x, ADDED) and gain.is_contiguous()
+        if self._shared is None or not served:
+            added = self.all_reduce_add(joined(parts, bias, x.dtype), x, slot)
             return added, norm_add(added, gain, None, eps)
-        from nanovllm.ops.distributed.triton_meetings import reduce_add_norm
+        from nanovllm.ops.distributed.triton_meetings import reduce_norm
 
-        return reduce_add_norm(y.contiguous(), x.contiguous(), gain, eps, self._shared, *slot_of(slot))
+        place = *slot_of(slot), dependent_launch(self.device)
+        return reduce_norm(parts.contiguous(), bias, x.contiguous(), gain, eps, self._shared, *place)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """The ranks' tensors, stacked."""
         with self._watched():
-            if self.device.type == "cpu":
+            if not x.is_cuda:
                 return torch.stack(self._gathered(x))
             out = x.new_empty((self.size, *x.shape))
             dist.all_gather_into_tensor(out, x.contiguous(), group=self._group)

@@ -6,12 +6,15 @@ launch can be replayed. Consecutive sums use two places of that memory in turn: 
 writes the other. A wait ends if the host gives up, because a rank has gone, or after a bound: the launch then notes it in host memory.
 """
 
+from typing import Any, cast
+
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.ops.distributed.shared_memory import Shared
-from nanovllm.ops.triton_parts import gained
+from nanovllm.ops.triton_parts import gained, launch_options
 from nanovllm.types import Tensor
 
 BLOCK = 1024  # elements of a program that sums
@@ -77,27 +80,43 @@ def _sum(table, data, at, here, kind: tl.constexpr, SIZE: tl.constexpr, BLOCK: t
 
 
 @triton.jit
-def _reduce_add(y, x, out, table, failed, n, rank, data, flags, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _reduce(y, x, out, table, failed, n, rank, data, flags, SIZE: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
     program = tl.program_id(0)
     at = program * BLOCK + tl.arange(0, BLOCK)
     here = at < n
     kind: tl.constexpr = y.dtype.element_ty
     own = tl.load(table + rank)
+    if PDL:
+        gdc_wait()
     tl.store(tl.multiple_of((own + data).to(tl.pointer_type(kind)), 16) + at, tl.load(y + at, mask=here), mask=here)
-    residual = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
+    residual = tl.load(x + at, mask=here, other=0.0).to(tl.float32) if ADDS else tl.zeros((BLOCK,), tl.float32)
     _meet(table, own, flags, program, rank, failed, SIZE)
     tl.store(out + at, (residual + _sum(table, data, at, here, kind, SIZE, BLOCK)).to(kind), mask=here)
+    if not ADDS:
+        _meet(table, own, flags, program, rank, failed, SIZE)  # the next launch may overwrite what the others have read by now
 
 
 @triton.jit
-def _reduce_add_norm(y, x, gain, out, normed, table, failed, width, eps, rank, data, flags, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _reduce_norm(
+    parts, bias, x, gain, out, normed, table, failed, rows, width, eps, rank, data, flags,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, BIASED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
     row, column = tl.program_id(0), tl.arange(0, BLOCK)
     here, at = column < width, row * width + column
-    kind: tl.constexpr = y.dtype.element_ty
+    kind: tl.constexpr = x.dtype.element_ty
     own = tl.load(table + rank)
-    tl.store(tl.multiple_of((own + data).to(tl.pointer_type(kind)), 16) + at, tl.load(y + at, mask=here), mask=here)
-    residual = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
     gains = tl.load(gain + column, mask=here, other=0.0)
+    part = tl.load(bias + column, mask=here, other=0.0).to(tl.float32) if BIASED else tl.zeros((BLOCK,), tl.float32)
+    if PDL:
+        gdc_wait()
+    for number in tl.static_range(PARTS):
+        part += tl.load(parts + number * rows * width + at, mask=here, other=0.0).to(tl.float32)
+    tl.store(tl.multiple_of((own + data).to(tl.pointer_type(kind)), 16) + at, part.to(kind), mask=here)
+    residual = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
     _meet(table, own, flags, row, rank, failed, SIZE)
     added = (residual + _sum(table, data, at, here, kind, SIZE, BLOCK)).to(kind)
     tl.store(out + at, added, mask=here)
@@ -123,31 +142,41 @@ def _gather(y, out, table, failed, columns, most, rank, data, flags, SIZE: tl.co
     _meet(table, own, flags, program, rank, failed, SIZE)  # the next launch may overwrite what the others have read by now
 
 
-def reduce_add(y: Tensor, x: Tensor, shared: Shared, data: int, flags: int) -> Tensor:
-    """The residual plus the sum of the ranks' tensors, in float32, rounded once.
+def reduce(y: Tensor, x: Tensor | None, shared: Shared, data: int, flags: int, pdl: bool) -> Tensor:
+    """The sum of the ranks' tensors, plus a residual if given, in float32, rounded once.
 
     Args:
         y: This rank's tensor, contiguous.
-        x: The residual, of the same shape.
+        x: The residual, of the same shape, or None. Without it any launch may follow, with it one that uses other memory.
         shared: The memory that the ranks share.
         data: Where the tensors are in that memory, in bytes.
         flags: Where the flags are: `size` int32 for each program, zero before the first launch.
+        pdl: Whether the launch may begin before the one before it has ended.
     """
-    out, count = torch.empty_like(x, memory_format=torch.contiguous_format), y.numel()
+    out, count = torch.empty_like(y, memory_format=torch.contiguous_format), y.numel()
     place = shared.table, shared.failed, count, shared.rank, data, flags
+    how: dict[str, Any] = {"SIZE": shared.size, "BLOCK": BLOCK, "ADDS": x is not None, "PDL": pdl, **launch_options(4, pdl)}
     with torch.cuda.device_of(y):
-        _reduce_add[(triton.cdiv(count, BLOCK),)](y, x, out, *place, SIZE=shared.size, BLOCK=BLOCK, num_warps=4)
+        cast(Any, _reduce)[(triton.cdiv(count, BLOCK),)](y, y if x is None else x, out, *place, **how)
     return out
 
 
-def reduce_add_norm(y: Tensor, x: Tensor, gain: Tensor, eps: float, shared: Shared, data: int, flags: int) -> tuple[Tensor, Tensor]:
-    """As `reduce_add` for `[T, M]`, and the RMS norm of the result with weight `gain`, each rounded."""
+def reduce_norm(
+    parts: Tensor, bias: Tensor | None, x: Tensor, gain: Tensor, eps: float, shared: Shared, data: int, flags: int, pdl: bool
+) -> tuple[Tensor, Tensor]:
+    """The residual `x` `[T, M]` plus the sum of the ranks' tensors, and its RMS norm with weight `gain`, each rounded.
+
+    A rank's tensor is the sum of its `parts` `[P, T, M]`, plus a bias if given, rounded. The other arguments are those of `reduce`.
+    """
     out, normed = torch.empty_like(x), torch.empty_like(x)
     rows, width = x.shape
     block = triton.next_power_of_2(width)
-    place = shared.table, shared.failed, width, eps, shared.rank, data, flags
-    with torch.cuda.device_of(y):
-        _reduce_add_norm[(rows,)](y, x, gain, out, normed, *place, SIZE=shared.size, BLOCK=block, num_warps=min(16, max(4, block // 512)))
+    place = shared.table, shared.failed, rows, width, eps, shared.rank, data, flags
+    how: dict[str, Any] = {"SIZE": shared.size, "BLOCK": block, "PARTS": len(parts), "BIASED": bias is not None, "PDL": pdl}
+    with torch.cuda.device_of(x):
+        cast(Any, _reduce_norm)[(rows,)](
+            parts, x if bias is None else bias, x, gain, out, normed, *place, **how, **launch_options(min(16, max(4, block // 512)), pdl)
+        )
     return out, normed
 
 
@@ -157,5 +186,5 @@ def gather_columns(y: Tensor, most: int, shared: Shared, data: int, flags: int) 
     out = y.new_empty((rows, most))
     place = shared.table, shared.failed, columns, most, shared.rank, data, flags
     with torch.cuda.device_of(y):
-        _gather[(rows, triton.cdiv(columns, COLUMNS))](y, out, *place, SIZE=shared.size, BLOCK=COLUMNS, num_warps=4)
+        cast(Any, _gather)[(rows, triton.cdiv(columns, COLUMNS))](y, out, *place, SIZE=shared.size, BLOCK=COLUMNS, num_warps=4)
     return out

@@ -89,16 +89,32 @@ def _cuda(x, weight, bias, residual, gain, eps, cut=(), inner=None) -> tuple[Ten
         return _reference(x, weight, bias, residual, gain, eps, (), inner)
     from nanovllm.ops.linear import triton_many_rows
 
-    x, residual, pdl = x.contiguous(), residual.contiguous(), dependent_launch(x.device)
-    outputs, width = weight.shape
+    parts, bias = product_in_parts(x, weight, bias, cut)
+    return triton_many_rows.sum_norm(parts, bias, residual.contiguous(), gain, eps, dependent_launch(x.device), inner)
+
+
+def product_in_parts(
+    x: Float[Tensor, "B K"], weight: Float[Tensor, "M K"], bias: Float[Tensor, "M"] | None, cut: Sequence[int] = ()
+) -> tuple[Float[Tensor, "P B M"], Float[Tensor, "M"] | None]:
+    """`x @ weight.T + bias` as parts that are still to be summed, and the bias if it is still to be added.
+
+    One launch serves many rows best if the inputs are divided among its programs, whose sums are then float32. The last argument is that of
+    `linear_add_norm`.
+
+    Raises:
+        CutError: `cut` does not fit the kernel.
+    """
+    if not weight.is_contiguous() or not own_kernels(x.device, x.dtype):
+        return linear(x, weight, bias).unsqueeze(0), None
+    from nanovllm.ops.linear import triton_many_rows
+
+    x, pdl, (outputs, width) = x.contiguous(), dependent_launch(x.device), weight.shape
     tile = given_wide_tile(cut, x.shape[0], outputs, width, False, processors(x.device), shared_memory(x.device), split=True)
     if tile is None:
-        parts, bias = linear(x, weight, bias).unsqueeze(0), None
-    elif tile.parts == 1:
-        parts, bias = triton_many_rows.product(x, weight, bias, False, tile, pdl).unsqueeze(0), None
-    else:
-        parts = triton_many_rows.partial_product(x, weight, tile, pdl)
-    return triton_many_rows.sum_norm(parts, bias, residual, gain, eps, pdl, inner)
+        return linear(x, weight, bias).unsqueeze(0), None
+    if tile.parts == 1:
+        return triton_many_rows.product(x, weight, bias, False, tile, pdl).unsqueeze(0), None
+    return triton_many_rows.partial_product(x, weight, tile, pdl), bias
 
 
 @torch.library.register_fake("nanovllm::norm_add", lib=_LIBRARY)
