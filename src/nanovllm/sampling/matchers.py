@@ -120,11 +120,16 @@ class Matchers:
         turn: How often a matcher was asked for or dropped. While it stays the same, nobody moves a matcher but who asked last.
     """
 
-    __slots__ = ("_known", "_threads", "turn")
+    __slots__ = ("_known", "_num_threads", "_threads", "turn")
 
-    def __init__(self) -> None:
-        """No matchers yet, and no threads."""
+    def __init__(self, *, threads: int = THREADS) -> None:
+        """No matchers yet.
+
+        Args:
+            threads: How many threads share the masks of a step, at most one for each processor. 1: the thread that calls.
+        """
         self._known: WeakKeyDictionary[Any, Matcher] = WeakKeyDictionary()
+        self._num_threads = min(threads, os.cpu_count() or 1)
         self._threads: Any = None
         self.turn = 0
 
@@ -153,12 +158,12 @@ class Matchers:
         from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
         jobs = [matcher.job(line) for matcher, line in zip(matchers, lines, strict=True)]
-        if len(jobs) <= ALONE:
+        if len(jobs) <= ALONE or self._num_threads == 1:
             for native, line in jobs:
                 fill_next_token_bitmask(native, words, line)
             return
         if self._threads is None:
-            self._threads = LLExecutor(min(THREADS, os.cpu_count() or 1))
+            self._threads = LLExecutor(self._num_threads)
         fill_next_token_bitmask_par(self._threads, jobs, words)
 
 
