@@ -64,6 +64,7 @@ CUTS = (
 SLOTS = ("tests/sampling/test_table_slots.py",)
 ROW_OPTIONS = ("tests/sampling/test_row_options.py",)
 GRAPHS = ("tests/executor/test_graph_executor.py",)
+ROWS = ("tests/engine/test_masked_rows.py",)
 MASKED = ("tests/engine/test_masked_tokens.py",)
 GRAMMAR = ("tests/sampling/test_grammar.py", "tests/engine/test_grammar.py")
 COMPOSE = ("tests/chunks/test_compose.py",)
@@ -468,8 +469,22 @@ MUTANTS: tuple[Mutant, ...] = (
         "engine/constrained.py",
         MASKED,
         ("a reply may end a token late", "if length < request.sampling.min_tokens:", "if length <= request.sampling.min_tokens:"),
-        ("a grammar may end a reply before its least length", "may_end = length >= request.sampling.min_tokens and ", "may_end = "),
-        ("a bad word is known by too few tokens", "reply(max(0, length - bad.reach))", "reply(max(0, length - bad.reach + 1))"),
+        ("a grammar may end a reply before its least length", ">= rows.least", ">= 0"),
+        ("a bad word is known by too few tokens", "max(0, length - bad.reach)", "max(0, length - bad.reach + 1)"),
+    ),
+    *bugs(
+        "engine/masked_rows.py",
+        ROWS,
+        ("matchers that others have moved are used", "self._turn == matchers.turn and ", "self._turn >= 0 and "),
+        ("matchers of an interrupted step are used", "        self._turn = -1  # an", "        # an"),
+        ("matchers stay at other tokens", " and np.array_equal(self._newest, newest)", ""),
+    ),
+    *bugs(
+        "sampling/matchers.py",
+        ROWS,
+        ("a mask that allows nothing is kept", "words[rows[left, None], where] = before[left]", "pass"),
+        ("a matcher that has failed is not seen", "enumerate(matchers) if matcher.failed", "enumerate(matchers) if False"),
+        ("late tokens are not seen", "if not words[lines[place]].any()]", "if True]"),
     ),
     *bugs(
         "sampling/token_masks.py",
@@ -560,7 +575,7 @@ MUTANTS: tuple[Mutant, ...] = (
         GRAMMAR,
         (
             "an error of the parser looks like a complete reply",
-            "        if self._native.is_error():\n            raise NotAllowedError(told(self._native))\n        if not may",
+            "        if self.failed:\n            raise NotAllowedError(told(self._native))\n        if not may",
             "        if not may",
         ),
         ("end tokens stay where a reply may not end", "if words.any():", "if not words.any():"),

@@ -2,22 +2,19 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from functools import partial
 
 import numpy as np
 
+from nanovllm.engine.masked_rows import MaskedRows
 from nanovllm.errors import InvalidRequestError
 from nanovllm.models.model import Model
 from nanovllm.sampling.compiled_grammar import CompiledGrammar, compile_for
 from nanovllm.sampling.grammar import Grammar
-from nanovllm.sampling.matchers import Matcher, Matchers, NotAllowedError
-from nanovllm.sampling.process_logits import blame
+from nanovllm.sampling.matchers import Matchers, NotAllowedError, finish_together
 from nanovllm.sampling.token_masks import all_tokens, leave_out
-from nanovllm.state.request import Request, Sequence
+from nanovllm.state.request import Sequence
 from nanovllm.state.steady import Steady
-from nanovllm.types import Int32
-
-Reply = tuple[Request, int, Callable[[int], list[int]]]  # a request, the number of tokens of its reply, and these tokens from a place on
+from nanovllm.types import Int32, Int64
 
 
 def compile_grammar(model: Model, grammar: Grammar) -> None:
@@ -54,57 +51,60 @@ def compiled_for(model: Model, grammar: Grammar) -> CompiledGrammar:
 
 
 class Constrained:
-    """The rows of one pass whose next tokens are masked: by grammars, by `min_tokens` or by `bad_words`."""
+    """The masked rows of one pass, and their replies so far."""
 
-    __slots__ = ("_matchers", "_replies", "_used", "_vocab_size")
+    __slots__ = ("_lengths", "_matchers", "_newest", "_reply", "_rows", "_vocab_size")
 
-    def __init__(self, vocab_size: int, matchers: Matchers, replies: dict[int, Reply]) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        matchers: Matchers,
+        rows: MaskedRows,
+        lengths: Int64[np.ndarray, "n"],
+        newest: Int32[np.ndarray, "n"],
+        reply: Callable[[int, int], list[int]],
+    ) -> None:
         """Say which rows are masked.
 
         Args:
             vocab_size: The width of the model's logits.
             matchers: The matchers of the engine.
-            replies: The replies of these rows, by row.
+            rows: The rows.
+            lengths: The number of tokens of each reply.
+            newest: The newest token of each row.
+            reply: The tokens of the reply of the row with an index, from a place on.
         """
-        self._vocab_size, self._matchers, self._replies, self._used = vocab_size, matchers, replies, dict[int, Matcher]()
+        self._vocab_size, self._matchers, self._rows = vocab_size, matchers, rows
+        self._lengths, self._newest, self._reply = lengths, newest, reply
 
     def fill(self, words: Int32[np.ndarray, "L W"], lines: Seq[int]) -> None:
         """Write the masks of the next tokens, one bit per token: that of row r into `words[lines[r]]`. Other lines stay as they are.
 
         An exception names the request to which it belongs in a note (`Culprit`).
         """
-        every = all_tokens(self._vocab_size)
-        for row, (request, length, reply) in self._replies.items():
-            if request.grammar is None:
-                words[lines[row]] = every
-                continue
-            matcher = self._matchers.of(request, request.grammar)
-            try:
-                matcher.follow(length, reply)
-            except Exception as error:
-                self._failed(request, error)
-                raise
-            self._used[row] = matcher
-        if self._used:
-            self._matchers.fill([*self._used.values()], words, [lines[row] for row in self._used])
-        for row, matcher in self._used.items():
-            request, length, _ = self._replies[row]
-            may_end = length >= request.sampling.min_tokens and not matcher.compiled.end_ids.isdisjoint(request.stop_ids)
-            try:
-                matcher.finish(words[lines[row]], may_end=may_end)
-            except Exception as error:
-                self._failed(request, error)
-                raise
-        for row, (request, length, reply) in self._replies.items():
+        rows, every = self._rows, None
+        at = [lines[row] for row in rows.rows]
+        for place in rows.free:
+            every = all_tokens(self._vocab_size) if every is None else every
+            words[at[place]] = every
+        used = rows.follow(self._matchers, self._lengths, self._newest, self._reply)
+        if used:
+            bound = [at[place] for place in rows.bound]
+            self._matchers.fill(used, words, bound)
+            may_end = self._lengths[rows.bound] >= rows.least
+            for each in finish_together(used, words, bound, may_end):
+                try:
+                    used[each].finish(words[bound[each]], may_end=bool(may_end[each]))
+                except Exception as error:
+                    rows.failed(self._matchers, rows.bound[each], error)
+                    raise
+        for place in rows.picky:
+            request, length = rows.requests[place], int(self._lengths[place])
             if length < request.sampling.min_tokens:
-                leave_out(words[lines[row]], request.stop_ids)
+                leave_out(words[at[place]], request.stop_ids)
             if (bad := request.bad_words) is not None:
-                leave_out(words[lines[row]], bad.completing(reply(max(0, length - bad.reach)) if bad.reach else ()))
-
-    def _failed(self, request: Request, error: Exception) -> None:
-        """Note that an exception belongs to a request, and drop its matcher."""
-        self._matchers.forget(request)
-        blame(error, f"in its grammar {request.sampling.grammar!r}", None, (request.request_id,))
+                before = self._reply(rows.rows[place], max(0, length - bad.reach)) if bad.reach else ()
+                leave_out(words[at[place]], bad.completing(before))
 
     def read(self, token_ids: Seq[int]) -> dict[int, NotAllowedError | None]:
         """Read the sampled tokens of all rows, after `fill`.
@@ -112,31 +112,29 @@ class Constrained:
         Returns:
             For each row that ends with its token None, because its reply is complete, or why the token cannot be in a reply.
         """
-        ends = dict[int, NotAllowedError | None]()
-        for row, matcher in self._used.items():
-            try:
-                if matcher.read(token_ids[row]):
-                    ends[row] = None
-            except NotAllowedError as error:
-                self._matchers.forget(self._replies[row][0])
-                ends[row] = error
-        return ends
+        return self._rows.read(self._matchers, token_ids)
 
 
 def constrained(model: Model, matchers: Matchers, rows: Seq[Sequence]) -> Constrained | None:
     """The rows of a batch whose next tokens are masked; None without such rows."""
+    vocab_size = model.config.vocab_size
     if isinstance(rows, Steady):
-        replies = {row: _steady_reply(rows, row) for row in rows.masked}
-    else:
-        replies = {row: _reply(sequence) for row, sequence in enumerate(rows) if sequence.request.options.masked}
-    return Constrained(model.config.vocab_size, matchers, replies) if replies else None
+        if not rows.masked:
+            return None
+        if not rows.kept:
+            rows.kept.append(MaskedRows(rows.masked, [rows.base[row].request for row in rows.masked]))
+        masked: MaskedRows = rows.kept[0]
+        lengths = masked.most - rows.left[masked.index] + rows.age
+        return Constrained(vocab_size, matchers, masked, lengths, rows.newest(masked.index), rows.reply)
+    found = [row for row, sequence in enumerate(rows) if sequence.request.options.masked]
+    if not found:
+        return None
+    lengths, newest = (
+        np.array([rows[row].num_generated for row in found], np.int64),
+        np.array([rows[row].tokens[-1] for row in found], np.int32),
+    )
 
+    def reply(row: int, start: int) -> list[int]:
+        return rows[row].tokens.array(rows[row].request.num_prompt + start).tolist()
 
-def _reply(sequence: Sequence) -> Reply:
-    start = sequence.request.num_prompt
-    return sequence.request, sequence.num_generated, lambda place: sequence.tokens.array(start + place).tolist()
-
-
-def _steady_reply(running: Steady, row: int) -> Reply:
-    sequence = running.base[row]
-    return sequence.request, sequence.num_generated + running.age, partial(running.reply, row)
+    return Constrained(vocab_size, matchers, MaskedRows(found, [rows[row].request for row in found]), lengths, newest, reply)

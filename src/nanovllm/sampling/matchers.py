@@ -14,10 +14,12 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from nanovllm.sampling.compiled_grammar import CompiledGrammar, told
-from nanovllm.types import Int32
+from nanovllm.types import Bool, Int32
 
 MOST = 1024  # matchers that are kept
 ALONE, THREADS = 8, 4  # masks that the calling thread fills by itself, and threads that fill more
+FEW = 4  # masks that are finished one by one, because arrays over them take as long
+FIRST = 64  # words of a mask in which a token is looked for at first: of most tokenizers they have the single bytes
 
 
 class NotAllowedError(ValueError):
@@ -81,13 +83,18 @@ class Matcher:
         """What llguidance's executor needs to write the mask of the next token into a line of an array."""
         return self._native, line
 
+    @property
+    def failed(self) -> bool:
+        """Whether it ran into a limit, or read a token that is not allowed."""
+        return self._native.is_error()
+
     def finish(self, words: Int32[np.ndarray, "W"], *, may_end: bool) -> None:
         """Check a mask that was written, and remove the end tokens unless the reply may end by them or nothing else is allowed.
 
         Raises:
             NotAllowedError: The mask could not be computed, or allows nothing.
         """
-        if self._native.is_error():
+        if self.failed:
             raise NotAllowedError(told(self._native))
         if not may_end:
             where, ends = self.compiled.ends
@@ -107,17 +114,28 @@ class Matcher:
 
 
 class Matchers:
-    """The matchers of one engine, by their owners, which are compared by identity and not kept alive."""
+    """The matchers of one engine, by their owners, which are compared by identity and not kept alive.
 
-    __slots__ = ("_known", "_threads")
+    Attributes:
+        turn: How often a matcher was asked for or dropped. While it stays the same, nobody moves a matcher but who asked last.
+    """
 
-    def __init__(self) -> None:
-        """No matchers yet, and no threads."""
+    __slots__ = ("_known", "_num_threads", "_threads", "turn")
+
+    def __init__(self, *, threads: int = THREADS) -> None:
+        """No matchers yet.
+
+        Args:
+            threads: How many threads share the masks of a step, at most one for each processor. 1: the thread that calls.
+        """
         self._known: WeakKeyDictionary[Any, Matcher] = WeakKeyDictionary()
+        self._num_threads = min(threads, os.cpu_count() or 1)
         self._threads: Any = None
+        self.turn = 0
 
     def of(self, owner: Any, compiled: CompiledGrammar) -> Matcher:
         """The matcher of an owner. It may be behind or ahead of the owner's reply: see `Matcher.follow`."""
+        self.turn += 1
         if len(self._known) < MOST // 2 and (known := self._known.get(owner)) is not None:
             return known
         matcher = self._known.pop(owner, None) or Matcher(compiled)
@@ -128,6 +146,7 @@ class Matchers:
 
     def forget(self, owner: Any) -> None:
         """Drop the matcher of an owner, because it has failed."""
+        self.turn += 1
         self._known.pop(owner, None)
 
     def fill(self, matchers: Sequence[Matcher], words: Int32[np.ndarray, "L W"], lines: Sequence[int]) -> None:
@@ -139,10 +158,39 @@ class Matchers:
         from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
         jobs = [matcher.job(line) for matcher, line in zip(matchers, lines, strict=True)]
-        if len(jobs) <= ALONE:
+        if len(jobs) <= ALONE or self._num_threads == 1:
             for native, line in jobs:
                 fill_next_token_bitmask(native, words, line)
             return
         if self._threads is None:
-            self._threads = LLExecutor(min(THREADS, os.cpu_count() or 1))
+            self._threads = LLExecutor(self._num_threads)
         fill_next_token_bitmask_par(self._threads, jobs, words)
+
+
+def finish_together(
+    matchers: Sequence[Matcher], words: Int32[np.ndarray, "L W"], lines: Sequence[int], may_end: Bool[np.ndarray, "n"]
+) -> list[int]:
+    """Do what `Matcher.finish` does for matchers of one vocabulary, whose masks were written into lines of an array.
+
+    Args:
+        matchers: The matchers.
+        words: The array.
+        lines: The line of each matcher.
+        may_end: For each whether its reply may end by an end token.
+
+    Returns:
+        The places, in order, of matchers whose masks are as they were, because `Matcher.finish` must say what they become: those that
+        failed, and those that allow nothing or end tokens alone.
+    """
+    if len(matchers) <= FEW:
+        return [*range(len(matchers))]
+    where, ends = matchers[0].compiled.ends
+    rows = np.array(lines)
+    at = rows[:, None], where
+    before = words[at]
+    words[at] = np.where(may_end[:, None], before, before & ~ends)
+    left = [place for place in np.flatnonzero(~np.any(words[rows, :FIRST], axis=1)).tolist() if not words[lines[place]].any()]
+    left = sorted({*left, *[place for place, matcher in enumerate(matchers) if matcher.failed]})
+    if left:
+        words[rows[left, None], where] = before[left]
+    return left

@@ -13,7 +13,7 @@ from nanovllm.state.pool import Pool
 from nanovllm.state.request import Queue, Sequence
 from nanovllm.state.step_log import StepLog
 from nanovllm.state.stop_scan import StopScan
-from nanovllm.types import brief_fields
+from nanovllm.types import Int32, Int64, brief_fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,6 +42,7 @@ class Steady(Seq):
         columns: For each row its column in the log. None: the row itself.
         scans: The searches for stop strings of rows that read tokens since.
         made: The sequences as they are now, once they were built.
+        kept: What the engine keeps for the rows in `masked` while they stay the same: at most one value.
     """
 
     base: tuple[Sequence, ...]
@@ -62,6 +63,7 @@ class Steady(Seq):
     columns: np.ndarray | None = None
     scans: Mapping[int, StopScan] = field(default_factory=dict)
     made: list[tuple[Sequence, ...]] = field(default_factory=list)
+    kept: list[Any] = field(default_factory=list)
 
     def __repr__(self) -> str:
         return brief_fields(self)
@@ -108,7 +110,7 @@ class Steady(Seq):
         return Steady(
             base=base, ids=self.ids, stop_ids=self.stop_ids, left=left, first_end=first_end, steps=self.steps - 1, pool=self.pool,
             waiting=self.waiting, num_top=self.num_top, ends=self.ends, absent=self.absent, tables=self.tables,
-            masked=self.masked, age=age + 1, scans=scans, columns=columns,
+            masked=self.masked, kept=self.kept, age=age + 1, scans=scans, columns=columns,
             log=StepLog.of(results) if log is None else log.append(age, columns, results),
         )  # fmt: skip
 
@@ -139,6 +141,12 @@ class Steady(Seq):
         before = sequence.tokens.array(sequence.request.num_prompt + start).tolist() if older < 0 else []
         return before if self.log is None else before + self.log.tokens(max(0, older), self.age, int(self._columns(row)))
 
+    def newest(self, rows: Int64[np.ndarray, "n"]) -> Int32[np.ndarray, "n"]:
+        """The newest tokens of some rows."""
+        if self.log is None or not self.age:
+            return np.array([self.base[row].tokens[-1] for row in rows.tolist()], np.int32)
+        return self.log.newest(self.age, self._columns(rows))
+
     def entries(self, row: int, token_ids: list[int]) -> list[TokenLogprobs]:
         """The log-probabilities of the last tokens of a row that asked for them, `token_ids`. The time depends on their number alone."""
         sequence, num_top = self.base[row], self.num_top[row]
@@ -167,7 +175,8 @@ class Steady(Seq):
         left = self.left[kept]
         scans = {new: self.scans[row] for new, row in enumerate(kept.tolist()) if row in self.scans}
         rest = replace(
-            self, base=tuple(base), ids=tuple(ids), left=left, first_end=int(left.min()), columns=self._columns(kept), scans=scans, made=[],
+            self, base=tuple(base), ids=tuple(ids), left=left, first_end=int(left.min()), columns=self._columns(kept), scans=scans,
+            made=[], kept=[],
             ends=None if self.ends is None else self.ends[kept], tables=None if self.tables is None else self.tables[kept],
             num_top=tuple([self.num_top[row] for row in kept.tolist()]) if self.num_top else (),
             masked=tuple([new for new, row in enumerate(kept.tolist()) if row in self.masked]) if self.masked else (),

@@ -58,6 +58,10 @@ class StepLog:
         """The tokens of the steps `[start:length)` in one column."""
         return self.arrays[0][start:length, column].tolist()
 
+    def newest(self, length: int, columns: np.ndarray) -> np.ndarray:
+        """The tokens of the last of the first `length` steps in some columns, as a copy."""
+        return self.arrays[0][length - 1, columns]
+
     def _longer(self, length: int) -> "StepLog":
         """A copy of the first `length` steps, with memory for as many more."""
 
