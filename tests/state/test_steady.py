@@ -65,6 +65,9 @@ def test_every_value_is_what_its_steps_made_it(data):
             break
         assert len(rest) == len(shadow) and rest.ids == tuple(s.request.request_id for s in shadow)
         running = rest if rows or data.draw(st.booleans()) else running
+        assert running.newest(np.arange(len(running))).tolist() == [s.tokens[-1] for s in shadow]
+        room = [s.request.max_len - s.tokens.length for s in shadow]
+        assert (running.left - running.age).tolist() == room
     for value, before in kept:
         assert seen(value) == before
 

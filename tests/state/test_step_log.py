@@ -41,6 +41,7 @@ def test_every_value_has_its_own_steps(data: st.DataObject) -> None:
         assert np.array_equal(pairs, np.stack([wanted, wanted + 1], 2))
         start = data.draw(st.integers(0, len(steps)))
         assert [log.tokens(start, len(steps), column) for column in at.tolist()] == wanted.T[:, start:].tolist()
+        assert log.newest(len(steps), at).tolist() == wanted[-1].tolist()
 
 
 def test_memory_grows_by_doubling_and_is_shared() -> None:
