@@ -1,7 +1,6 @@
 """Measure what grammars cost: replies in JSON beside free ones, and free replies that run beside replies in JSON.
 
     python -m benchmarks.constrained --model qwen3-0.6b --output benchmarks/results/h200-constrained.json
-    python -m benchmarks.constrained --model qwen3-0.6b --strings free --threads 1,2,4,8
     python -m benchmarks.constrained --model tiny --device cpu --rows 8 --max-tokens 64
 
 A shape's name stands for random weights with a tokenizer of as many tokens. The schema asks for a list of objects that is longer than any
@@ -18,9 +17,6 @@ runs once. Sampling is at temperature 0.8 in all of them. Of a step of `json` th
 - `fill_us`: the time of all that is done for the masks, of which that is a part, as a median;
 - `read_us`: the time in which the grammars read the tokens, as a median.
 
-`--threads` measures `json` once more for each number of threads that share the masks; 1 is the thread that calls. The result has under
-`threads`, by number, the tokens a second and these times.
-
 Texts of at most some characters cost the most: in them llguidance asks for every token of the vocabulary whether it fits. `--strings free`
 has texts of any length in their place, and `--strings none` has numbers.
 """
@@ -31,7 +27,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -45,7 +41,6 @@ from nanovllm.entrypoints.arguments import positive
 from nanovllm.entrypoints.cli.bench.environment import record
 from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES
 from nanovllm.entrypoints.cli.bench.workloads import random_tokens
-from nanovllm.executor.executor import runtime_of
 from nanovllm.sampling.matchers import Matchers
 
 PROMPT = 128
@@ -106,19 +101,17 @@ class Watch:
         return timed
 
 
-def measure(
-    llm: nv.LLM, rows: int, max_tokens: int, repeats: int, strings: str, workloads: Sequence[str] = WORKLOADS
-) -> dict[str, list[float]]:
+def measure(llm: nv.LLM, rows: int, max_tokens: int, repeats: int, strings: str) -> dict[str, list[float]]:
     """Tokens a second of each workload, as often as it was repeated; under the names in `TIMES` microseconds of a step of `json`."""
     draw, vocabulary = Random(0), llm.model.config.vocab_size
     free = nv.SamplingParams(temperature=0.8, max_tokens=max_tokens, ignore_eos=True, seed=1)
     bound = nv.SamplingParams(temperature=0.8, max_tokens=max_tokens, seed=1, grammar=nv.Grammar.json_schema(schema(strings)))
     params: dict[str, Any] = {"free": [free] * rows, "json": [bound] * rows, "both": [(free, bound)[row % 2] for row in range(rows)]}
-    found: dict[str, list[float]] = {name: [] for name in (*workloads, *TIMES)}
+    found: dict[str, list[float]] = {name: [] for name in (*WORKLOADS, *TIMES)}
     watch = Watch()
     with watch.watching():
         for repeat in range(repeats + 1):
-            for name in workloads:
+            for name in WORKLOADS:
                 prompts = [random_tokens(draw, PROMPT, vocabulary) for _ in range(rows)]
                 watch.clear()
                 start = time.perf_counter()
@@ -136,21 +129,6 @@ def measure(
     return found
 
 
-def by_threads(llm: nv.LLM, numbers: Sequence[int], *workload: Any) -> dict[str, dict[str, float]]:
-    """The medians of `json` for numbers of threads that share the masks. The arguments after them are those of `measure`."""
-    found = dict[str, dict[str, float]]()
-    for number in numbers:
-        with mock.patch.object(runtime_of(llm.state), "matchers", Matchers(threads=number)):
-            each = measure(llm, *workload, workloads=("json",))
-        rates = {name: statistics.median(values) for name, values in each.items()}
-        found[str(number)] = {"tok_s": rates.pop("json"), **rates}
-    return found
-
-
-def _numbers(text: str) -> list[int]:
-    return [positive(number) for number in text.split(",")]
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -160,7 +138,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=positive, default=64, help="replies at the same time (default: %(default)s)")
     parser.add_argument("--max-tokens", type=positive, default=256, help="tokens of a reply (default: %(default)s)")
     parser.add_argument("--repeats", type=positive, default=3, help="turns that count (default: %(default)s)")
-    parser.add_argument("--threads", type=_numbers, default=[], metavar="N,...", help="numbers of threads to measure `json` with")
     parser.add_argument("--num-pages", type=positive, help="pages of KV (default: as many as the engine chooses)")
     parser.add_argument("--commit", help="the commit to record (default: the one that git reports)")
     parser.add_argument("--output", type=Path, help="write the result to this JSON file")
@@ -170,12 +147,10 @@ def main(arguments: list[str] | None = None) -> None:
         llm = nv.LLM(model, device=options.device, num_pages=options.num_pages, max_num_seqs=options.rows)
     workload = options.rows, options.max_tokens, options.repeats, options.strings
     each = measure(llm, *workload)
-    threads = by_threads(llm, options.threads, *workload)
     rates = {name: statistics.median(rates) for name, rates in each.items()}
     told = [
         "python -m benchmarks.constrained",
         f"--model {options.model} --strings {options.strings} --rows {options.rows} --max-tokens {options.max_tokens}",
-        *([f"--threads {','.join(map(str, options.threads))}"] if options.threads else []),
     ]
     result = {
         **record(replace(llm.model, name=options.model), {}, " ".join(told), options.commit),
@@ -186,9 +161,8 @@ def main(arguments: list[str] | None = None) -> None:
         "each": each,
         "json_share": round(rates["json"] / rates["free"], 3),
         "free_beside": round(rates["both"] / rates["free"], 3),
-        **({"threads": threads} if threads else {}),
     }
-    print(json.dumps({key: result[key] for key in ("tok_s", *TIMES, "json_share", "free_beside", "threads") if key in result}))
+    print(json.dumps({key: result[key] for key in ("tok_s", *TIMES, "json_share", "free_beside")}))
     if options.output is not None:
         options.output.write_text(json.dumps(result, indent=1) + "\n")
 
