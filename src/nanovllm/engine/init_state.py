@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from nanovllm.config import EngineConfig, loaded_for_short
+from nanovllm.config import EngineConfig, Mesh, loaded_for_short
 from nanovllm.engine.donation import model_key, require_model
 from nanovllm.engine.prefill_rate import bounded, require_step_ms
 from nanovllm.errors import InvalidRequestError, OutOfPagesError
@@ -46,6 +46,7 @@ def init_state(
     tuning: bool | str | os.PathLike[str] | None = None,
     progress: bool | None = None,
     kv_dtype: Literal["fp8"] | None = None,
+    mesh: Mesh | None = None,
 ) -> EngineState:
     """Create an empty engine for a model: its KV memory, its prefix index and the kernels of its steps.
 
@@ -83,6 +84,7 @@ def init_state(
         progress: Whether to draw progress bars. None: only on a terminal.
         kv_dtype: "fp8": keys and values as codes of 8 bits (e4m3), with a scale for each token and head, in about half of the memory.
             Results differ from those of unrounded KV. None: the dtype of the model.
+        mesh: The ranks that share the model, as given to `load_model`, for a program that wants to be sure. None: those of the model.
 
     Returns:
         The first state. Every call that changes the engine takes the newest state and returns the next one.
@@ -99,6 +101,8 @@ def init_state(
         512
     """
     require_model(model)
+    if mesh is not None and mesh != model.config.mesh:
+        raise InvalidRequestError(f"mesh={mesh!r}, but the model has {model.config.mesh!r}: give the mesh to load_model, too")
     for name, value in (("compile", compile), ("cascade", cascade), ("check", check)):
         if value is not None and not isinstance(value, bool):
             raise InvalidRequestError(f"{name}={value!r} must be True, False or None")

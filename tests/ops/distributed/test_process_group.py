@@ -1,0 +1,118 @@
+"""Ranks that are processes: a program of `torchrun`, on a CPU."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+import nanovllm as nv
+from nanovllm.ops.distributed.group import joined, summed
+
+pytestmark = pytest.mark.unhooked  # the processes are not hooked anyway
+
+PROGRAM = """
+    import json, sys
+    import torch
+    import nanovllm as nv
+    from nanovllm.ops.distributed.collectives import all_gather, all_reduce, all_reduce_add
+
+    mesh = nv.make_mesh("cpu")
+    own = torch.full((2, 3), 1.0 + mesh.rank)
+    told = {
+        "reduced": all_reduce(own, mesh)[0].tolist(),
+        "added": all_reduce_add(own, torch.ones(2, 3), mesh, 0)[0].tolist(),
+        "gathered": all_gather(own, mesh)[:, 0, 0].tolist(),
+    }
+    model = nv.load_model("tiny", "cpu", "float64", mesh=mesh)
+    state = nv.init_state(model, num_pages=64, mesh=mesh)
+    state, facts = nv.prefill(model, state, "The king of Aistonia is Oswin.")
+    nv.save_chunk(state, facts, sys.argv[1])
+    state, reply = nv.generate(model, state, [facts, " Who is the king?"], nv.SamplingParams(temperature=0, max_tokens=12))
+    print(json.dumps({**told, "reply": reply.token_ids, "heads": model.config.num_heads}), flush=True)
+    torch.distributed.destroy_process_group()
+"""
+
+
+def run_ranks(program: str, size: int, *arguments: str) -> list[subprocess.CompletedProcess[str]]:
+    """Run a program as `torchrun` starts it, without its supervision."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(program), *arguments],
+            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    ended = [process.communicate(timeout=120) for process in started]
+    return [subprocess.CompletedProcess([], p.returncode, *told) for p, told in zip(started, ended, strict=True)]
+
+
+def test_a_program_of_two_processes(tmp_path: Path) -> None:
+    file = tmp_path / "facts.safetensors"
+    ranks = run_ranks(PROGRAM, 2, str(file))
+    assert [rank.returncode for rank in ranks] == [0, 0], ranks[0].stderr + ranks[1].stderr
+    first, second = (json.loads(rank.stdout.splitlines()[-1]) for rank in ranks)
+    assert first == second
+    assert (first["reduced"], first["added"], first["gathered"]) == ([3.0] * 3, [4.0] * 3, [1.0, 2.0])
+    model = nv.load_model("tiny", "cpu", "float64")
+    assert first["heads"] == model.config.num_heads // 2
+    state = nv.init_state(model, num_pages=64)
+    state, facts = nv.load_chunk(model, state, file)
+    _, reply = nv.generate(model, state, [facts, " Who is the king?"], nv.SamplingParams(temperature=0, max_tokens=12))
+    assert reply.token_ids == first["reply"]
+
+
+def test_a_rank_that_ends_ends_the_other() -> None:
+    program = """
+        import os, signal
+        import nanovllm as nv
+
+        mesh = nv.make_mesh("cpu")
+        llm = nv.LLM(nv.load_model("tiny", "cpu", mesh=mesh), num_pages=64)
+        llm.generate("Hello", nv.SamplingParams(max_tokens=4))
+        if mesh.rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            llm.generate("Hello", nv.SamplingParams(max_tokens=400, ignore_eos=True))
+        except nv.EngineDeadError as error:
+            print("dead:", error, flush=True)
+            os._exit(7)
+    """
+    first, second = run_ranks(program, 2)
+    assert (first.returncode, second.returncode) == (7, -9), first.stderr
+    assert "rank 0 of 2 cannot reach the others" in first.stdout
+
+
+def test_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(nv.InvalidRequestError, match="RANK and WORLD_SIZE not set: start the program by torchrun"):
+        nv.make_mesh("cpu")
+
+
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(nv.InvalidRequestError, match="there is no cuda:3"):
+        nv.make_mesh("cuda:3")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_sums_are_rounded_once(dtype: torch.dtype) -> None:
+    parts = [torch.randn(3, 8, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in range(4)]
+    exact = torch.stack([part.double() for part in parts]).sum(0)
+    torch.testing.assert_close(summed(parts).double(), exact.to(dtype).double(), rtol=1e-6 if dtype == torch.float32 else 0, atol=1e-6)
+    stacked, bias = torch.stack(parts), torch.ones(8, dtype=dtype)
+    torch.testing.assert_close(joined(stacked, bias, dtype).double(), (exact + 1).to(dtype).double(), rtol=1e-6, atol=1e-6)
+    assert joined(stacked[:1], None, dtype) is not None and torch.equal(joined(stacked[:1], None, dtype), stacked[0])
