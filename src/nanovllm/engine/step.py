@@ -16,6 +16,7 @@ import torch
 from nanovllm.engine.constrained import Constrained, constrained
 from nanovllm.engine.donation import commit_state, enter_with, guarded
 from nanovllm.engine.failures import Attempt, draw, ended, last_output, out_of_pages, outside, recovered, relaxed, step_limits, unsearchable
+from nanovllm.engine.mirrored import mirrored
 from nanovllm.engine.output import counted, finish_reason, row_scores, scan_steady
 from nanovllm.engine.plan import Plan
 from nanovllm.engine.scheduler import schedule, steady
@@ -31,6 +32,7 @@ from nanovllm.state.request import Sequence, StepOutput
 from nanovllm.state.steady import Steady
 
 
+@mirrored
 @torch.no_grad()
 def step(model: Model, state: EngineState) -> tuple[EngineState, list[StepOutput]]:
     """Run one step of the requests that fit into the token budget and the page pool.
