@@ -163,11 +163,8 @@ class LLM:
             loading = {"dtype": dtype, "max_model_len": max_model_len, **where}
             self.model, self._state = start(settings_of(model, ranks, loading, limits, rank_timeout))
         else:
-            self.model = (
-                model
-                if isinstance(model, Model)
-                else load_model(model, ranks[0] if devices else device, dtype, max_model_len=max_model_len, **where)
-            )
+            place = device if devices is None else ranks[0]
+            self.model = model if isinstance(model, Model) else load_model(model, place, dtype, max_model_len=max_model_len, **where)
             self._state = init_state(self.model, **limits)
 
     def __repr__(self) -> str:

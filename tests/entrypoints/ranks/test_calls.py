@@ -20,8 +20,8 @@ from tools.layout import PACKAGE
 
 TEXTS = ("Once upon a time", "The cat", "Hello", "The king of Aistonia is Oswin. The capital of Aistonia is Velmora.", "")
 KINDS = (
-    "submit", "submit", "submit_many", "step", "step", "step", "cancel", "prefill", "generate", "generate_many", "fork", "truncate", "release",
-    "compose", "drop", "score", "save", "detach", "turn", "stale", "foreign",
+    "submit", "submit", "submit_many", "step", "step", "step", "cancel", "prefill", "generate", "generate_many", "fork", "truncate",
+    "release", "compose", "drop", "score", "save", "detach", "turn", "stale", "foreign",
 )  # fmt: skip
 OPTIONS = st.builds(
     nv.SamplingParams,
@@ -153,9 +153,9 @@ def test_a_donated_state_and_foreign_chunks_are_refused_here_alone(model: nv.Mod
 def test_functions_and_sessions_of_the_caller_are_refused(model: nv.Model) -> None:
     state = nv.init_state(model, num_pages=16)
     Twins(model, state, nv.init_state(model, num_pages=16))
-    with pytest.raises(nv.InvalidRequestError, match="process_logits: .* torchrun"):
+    with pytest.raises(nv.InvalidRequestError, match=r"process_logits: .* torchrun"):
         nv.submit(model, state, "Hello", process_logits=lambda logits: logits)
-    with pytest.raises(nv.InvalidRequestError, match="begin: .* torchrun"):
+    with pytest.raises(nv.InvalidRequestError, match=r"begin: .* torchrun"):
         nv.begin(model, state, ["Hello"], room=2)
     with pytest.raises(nv.InvalidRequestError, match="unknown option 'priorty'"):
         nv.submit(model, state, "Hello", priorty=1)  # pyright: ignore[reportCallIssue]
@@ -172,4 +172,4 @@ def test_every_function_that_commits_is_repeated() -> None:
             if isinstance(one, ast.FunctionDef) and any(isinstance(n, ast.Name) and n.id == "commit_state" for n in ast.walk(one)):
                 found.add(one.name)
     assert found - COMMITS <= set(CALLS)
-    assert COMMITS <= found
+    assert found >= COMMITS

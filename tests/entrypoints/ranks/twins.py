@@ -11,6 +11,7 @@ from nanovllm.state.digest import digest
 from nanovllm.state.engine_state import EngineState
 
 R = TypeVar("R")
+COMPARED = ("request_id", "token_ids", "text", "finish_reason", "logprobs", "entries", "liveness", "provenance", "output", "error", "chunk")
 
 
 class Twins:

@@ -82,13 +82,13 @@ class Leader:
         told = {} if error is None else {"error": type(error).__name__, "message": message_of(error)}
         return Outcome(number=self._followers.number, digest=found, **told)
 
-    def _compared(self, own: Outcome, seconds: float) -> None:
+    def _compared(self, own: Outcome, seconds: float, blame: str = "") -> None:
         """End the engine unless the newest call has ended alike on all ranks.
 
         Raises:
             EngineDeadError: It has not, or a rank is gone.
         """
-        outcomes = self._followers.outcomes(own.number, seconds)
+        outcomes = self._followers.outcomes(own.number, seconds, blame)
         if any((one.digest, one.error) != (own.digest, own.error) for one in outcomes):
             told = ", ".join(f"rank {rank}: {one.told()}" for rank, one in enumerate([own, *outcomes]))
             self._followers.fail(f"the ranks differ after call {own.number}: {told}")
@@ -104,7 +104,8 @@ class Leader:
         try:
             if not asked:
                 self._followers.broadcast(Kind.REPORT)
-            self._compared(own, min(GRACE, self._followers.settings.rank_timeout))
+            seconds = min(GRACE, self._followers.settings.rank_timeout)
+            self._compared(own, seconds, f"call {own.number} failed on rank 0 alone: {own.told()}")
         except EngineDeadError as dead:
             if isinstance(error, Exception):
                 raise dead from error
