@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from nanovllm.errors import CheckpointError, InvalidRequestError
@@ -102,6 +102,27 @@ class MoEConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """The ranks that run one model together, and which of them this one is. `nanovllm.make_mesh` makes it.
+
+    Attributes:
+        size: The number of ranks.
+        rank: The number of this rank, from 0.
+        group: The handle of the ranks' collective operations; see `ops/distributed/group.py`.
+        owner: What keeps the group alive.
+
+    Examples:
+        >>> Mesh(size=2, rank=0, group=7)
+        Mesh(size=2, rank=0)
+    """
+
+    size: int
+    rank: int
+    group: int = field(repr=False)
+    owner: object = field(default=None, repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The sizes of one model, made from a Hugging Face `config.json` by its architecture's module.
 
@@ -133,6 +154,9 @@ class ModelConfig:
         dtype: The dtype in which the checkpoint was saved.
         bos_token_id: The start token, if the model has one.
         eos_token_ids: The tokens that end a reply.
+        mesh: The ranks that run the model together. The numbers of heads and intermediate channels are then those of this rank alone.
+            None: one rank runs the model.
+        kv_copies: How many ranks have the same KV head.
 
     Raises:
         CheckpointError: A size is invalid.
@@ -170,6 +194,8 @@ class ModelConfig:
     dtype: str = "float32"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    mesh: Mesh | None = None
+    kv_copies: int = 1
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
@@ -198,6 +224,11 @@ class ModelConfig:
     def keys_turn(self) -> bool:
         """Whether keys are rotated by position, so that they can be moved to other positions."""
         return self.rope.kind in ("default", "linear", "llama3", "yarn", "longrope")
+
+    @property
+    def all_kv_heads(self) -> int:
+        """The KV heads of all ranks, each counted once."""
+        return self.num_kv_heads if self.mesh is None else self.num_kv_heads * self.mesh.size // self.kv_copies
 
     @property
     def scale(self) -> float:

@@ -163,7 +163,7 @@ class LLM:
             loading = {"dtype": dtype, "max_model_len": max_model_len, **where}
             self.model, self._state = start(settings_of(model, ranks, loading, limits, rank_timeout))
         else:
-            place = device if devices is None else ranks[0]
+            place = device if devices is None else devices[0]
             self.model = model if isinstance(model, Model) else load_model(model, place, dtype, max_model_len=max_model_len, **where)
             self._state = init_state(self.model, **limits)
 

@@ -6,14 +6,16 @@ A rank is a process with a part of the model. All ranks make the same calls, so 
 import json
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
-import numpy as np
 import torch
 import torch.distributed
 
+from nanovllm.config import Mesh
+from nanovllm.ops.attention.plan_table import lookup
 from nanovllm.types import Tensor
 
+V = TypeVar("V")
 dist: Any = torch.distributed  # its types hide what groups are made of
 HOST = "127.0.0.1"
 NAME = "nanovllm"
@@ -21,7 +23,7 @@ NAME = "nanovllm"
 
 @runtime_checkable
 class Gathering(Protocol):
-    """The part of a group that agreements need."""
+    """The part of a group of ranks that agreements need. It gathers tensors on the CPU, too."""
 
     def all_gather(self, x: Tensor) -> Tensor:
         """The ranks' tensors, stacked."""
@@ -77,17 +79,21 @@ def left(group: Any) -> None:
         group.abort()
 
 
-def agreed(group: Gathering, value: Any) -> Any:
-    """The value of rank 0, on all ranks. It must be made of what JSON knows."""
-    own = np.frombuffer(json.dumps(value).encode(), np.uint8)
+def agreed(mesh: Mesh | None, value: V) -> V:
+    """The value of rank 0, on all ranks, which call this at the same time. It must be made of what JSON knows. Without a mesh: `value`."""
+    if mesh is None:
+        return value
+    group = lookup(mesh.group, Gathering)
+    own = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
     lengths = group.all_gather(torch.tensor([len(own)]))
-    longest = int(lengths.max())
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: len(own)] = torch.from_numpy(own.copy())
+    padded = torch.zeros(int(lengths.max()), dtype=torch.uint8)
+    padded[: len(own)] = own
     first = group.all_gather(padded)[0][: int(lengths[0])]
-    return json.loads(first.numpy().tobytes())
+    return json.loads(bytes(first.tolist()))
 
 
-def least(group: Gathering, value: int) -> int:
-    """The least of the ranks' values, on all ranks."""
-    return int(group.all_gather(torch.tensor([value])).min())
+def least(mesh: Mesh | None, values: list[int]) -> list[int]:
+    """The least of the ranks' values in each place, on all ranks, which call this at the same time. Without a mesh: `values`."""
+    if mesh is None:
+        return values
+    return lookup(mesh.group, Gathering).all_gather(torch.tensor(values)).amin(0).tolist()

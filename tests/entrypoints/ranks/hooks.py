@@ -66,17 +66,12 @@ def joined(rank: int, model: Model, state: EngineState, group: Any) -> Made:
     return model, state
 
 
-def slow(rank: int, model: Model, state: EngineState, group: Any) -> Made:
-    """Rank 1 takes longer for each pass than ranks may be silent."""
-    _with(state, Passes, lambda count: (time.sleep(0.4 * rank), together(group))[1])
-    return model, state
-
-
-def stuck(rank: int, model: Model, state: EngineState, group: Any) -> Made:
-    """Rank 1 never ends its third pass."""
+def slow_then_stuck(rank: int, model: Model, state: EngineState, group: Any) -> Made:
+    """Three passes of rank 1 take almost as long as ranks may be silent, and it never ends its fifth one."""
 
     def before(count: int) -> None:
-        while rank and count == 3:
+        time.sleep(1.0 if rank and count < 4 else 0.0)
+        while rank and count == 5:
             time.sleep(0.01)
         together(group)
 

@@ -123,7 +123,7 @@ class Calls:
                 nv.generate(model, state, [self.other, "Hello"])
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(data=st.data(), kinds=st.lists(st.sampled_from(KINDS), min_size=6, max_size=30))
 def test_engines_stay_equal(model: nv.Model, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, kinds: list[str]) -> None:
     calls = Calls(model, tmp_path_factory.getbasetemp(), data)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -30,10 +31,9 @@ def dead(llm: nv.LLM) -> None:
 
 
 def test_a_rank_is_killed_while_idle() -> None:
-    with started() as llm:
+    with started(size=3) as llm:
         whole(llm)
-        (pid,) = pids_of(llm)
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pids_of(llm)[0], signal.SIGKILL)
         with dies(r"rank 1 \(process \d+\) was ended by SIGKILL") as begun:
             begun.append(time.monotonic())
             while True:
@@ -65,16 +65,16 @@ def test_a_rank_is_stopped() -> None:
 
 
 def test_a_slow_rank_is_waited_for_and_one_that_is_stuck_is_not() -> None:
-    with started("slow", grouped=True, rank_timeout=1.0) as llm:
-        assert llm.generate("Hello", nv.SamplingParams(temperature=0, max_tokens=5))[0].token_ids
-    with started("stuck", grouped=True, rank_timeout=1.5) as llm, dies("rank 1|does not answer|call"):
-        llm.generate("Hello", LONG)
+    with started("slow_then_stuck", grouped=True, rank_timeout=1.5) as llm:
+        assert len(llm.generate("Hello", nv.SamplingParams(temperature=0, max_tokens=3))[0].token_ids) == 3
+        with dies(r"rank 1 \(process \d+\) does not answer"):
+            llm.generate("Hello", LONG)
 
 
 @pytest.mark.parametrize(("hook", "rank"), [("short_of_memory", 1), ("leader_short", 0)])
 def test_a_device_fails_on_one_rank(hook: str, rank: int) -> None:
     with started(hook, grouped=True, compared=64) as llm:
-        with dies(f"call 4 failed on rank {rank} alone: OutOfPagesError: the device ran out of memory"):
+        with dies(f"call 4 failed on rank {rank}.*: OutOfPagesError: the device ran out of memory"):
             llm.generate("Hello", LONG)
         dead(llm)
 
@@ -115,7 +115,8 @@ sys.stdin.readline()
 
 
 def test_other_ranks_end_with_the_program() -> None:
-    starts = [subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    starts = [subprocess.Popen([sys.executable, "-c", PROGRAM], **pipes) for _ in range(3)]
     pids = [int(program.stdout.readline()) for program in starts if program.stdout is not None]
     assert all(map(alive, pids))
     killed, interrupted, returns = starts
@@ -128,11 +129,3 @@ def test_other_ranks_end_with_the_program() -> None:
     assert not any(map(alive, pids))
     assert [program.communicate()[0] for program in starts] == ["", "", ""]
     assert returns.returncode == 0
-
-
-def test_a_second_close_does_nothing() -> None:
-    with started(size=3) as llm:
-        whole(llm)
-        llm.close()
-        dead(llm)
-        llm.close()

@@ -134,14 +134,14 @@ class Followers:
             return []
 
     def outcomes(self, number: int, seconds: float, blame: str = "") -> list[Outcome]:
-        """How a call has ended on the other ranks. One that does not tell for so many seconds ends the engine, and `blame` says why.
+        """How a call has ended on the other ranks. One that does not tell for so many seconds ends the engine; `blame` says more.
 
         Raises:
             EngineDeadError: The engine is dead.
         """
         late = self.wait(lambda one: one.outcome is not None and one.outcome.number == number, seconds)
         if late and self.dead is None:
-            self.fail(blame or self._stuck(late[0], seconds))
+            self.fail(f"{blame}{'; ' if blame else ''}{self._stuck(late[0], seconds)}")
         self.require_alive()
         return [one.outcome for one in self.all if one.outcome is not None]
 

@@ -105,7 +105,7 @@ class Leader:
             if not asked:
                 self._followers.broadcast(Kind.REPORT)
             seconds = min(GRACE, self._followers.settings.rank_timeout)
-            self._compared(own, seconds, f"call {own.number} failed on rank 0 alone: {own.told()}")
+            self._compared(own, seconds, f"call {own.number} failed on rank 0: {own.told()}")
         except EngineDeadError as dead:
             if isinstance(error, Exception):
                 raise dead from error
