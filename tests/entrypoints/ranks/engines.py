@@ -33,12 +33,12 @@ def started(hook: str = "", *, grouped: bool = False, rank_timeout: float = 60.0
         assert not any(map(alive, pids))
 
 
-def pids_of(llm: nv.LLM) -> list[int]:
+def pids_of(llm: nv.LLM | nv.AsyncLLM) -> list[int]:
     """The processes of the other ranks."""
     return [one.process.pid for one in ranks_of(llm).all]
 
 
-def ranks_of(llm: nv.LLM) -> Any:
+def ranks_of(llm: nv.LLM | nv.AsyncLLM) -> Any:
     """What rank 0 knows of the others."""
     mirror: Any = runtime_of(llm.state).mirror
     return mirror._followers

@@ -1,5 +1,6 @@
 """A rank that dies, stops, fails or differs ends its engine with one typed error within seconds, and a new engine is whole."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 import nanovllm as nv
+from nanovllm.entrypoints.cli.main import main as command_line
 from tests.entrypoints.ranks.engines import LIMITS, alive, dies, pids_of, started
 
 pytestmark = pytest.mark.unhooked
@@ -129,3 +131,26 @@ def test_other_ranks_end_with_the_program() -> None:
     assert not any(map(alive, pids))
     assert [program.communicate()[0] for program in starts] == ["", "", ""]
     assert returns.returncode == 0
+
+
+def test_an_engine_of_tasks_tells_all_of_them() -> None:
+    async def main() -> None:
+        async with nv.AsyncLLM("tiny", **LIMITS, tensor_parallel_size=2) as llm:
+            (pid,) = pids_of(llm)
+            assert (await llm.generate("Hello", GREEDY))[0].text == "! How can I help you?"
+            tasks = [asyncio.create_task(llm.generate(text, LONG)) for text in ("Hello", "The cat")]
+            await asyncio.sleep(0.1)
+            os.kill(pid, signal.SIGKILL)
+            begun = time.monotonic()
+            for told in await asyncio.gather(*tasks, return_exceptions=True):
+                assert isinstance(told, nv.EngineDeadError) and "rank 1" in str(told)
+            assert time.monotonic() - begun < 5 and isinstance(llm.refusal, nv.EngineDeadError)
+        assert not alive(pid)
+
+    asyncio.run(main())
+
+
+def test_a_command_runs_on_several_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["generate", "Once upon a time", "--device", "cpu", "--temperature", "0", "--max-tokens", "5", "--num-pages", "16"]
+    assert command_line([*asked, "--tensor-parallel-size", "2"]) == 0
+    assert capsys.readouterr().out == ", a boy named Jonas\n"
