@@ -13,6 +13,7 @@ import torch
 import nanovllm as nv
 from nanovllm.config import Mesh
 from nanovllm.engine import init_state as module
+from nanovllm.engine.mirrored import require_alike
 from nanovllm.executor.distributed import agreed, dist, joined, least, left, opened_store, store_at
 from nanovllm.ops.attention.plan_table import register
 from nanovllm.types import Tensor
@@ -53,6 +54,23 @@ def test_values_are_those_of_rank_0() -> None:
 def test_the_least_values_of_all() -> None:
     assert on_ranks(3, lambda mesh: least(mesh, [mesh.rank, -mesh.rank, 1 << 40])) == [[0, -2, 1 << 40]] * 3
     assert least(None, [7]) == [7]
+
+
+def test_states_that_differ_end_all_engines() -> None:
+    model = nv.load_model("tiny", device="cpu")
+    states = [nv.init_state(model, num_pages=8) for _ in range(3)]
+
+    def compare(mesh: Mesh) -> str:
+        state = states[mesh.rank]
+        require_alike(mesh, state)
+        require_alike(mesh, replace(state, num_steps=1, next_id=mesh.rank))  # not compared in this step
+        with pytest.raises(nv.EngineDeadError, match="the ranks differ after step 64: rank 0: state") as caught:
+            require_alike(mesh, replace(state, num_steps=64, next_id=mesh.rank // 2))
+        with pytest.raises(nv.EngineDeadError, match="make a new engine"):
+            nv.submit(model, state, "Hello")
+        return str(caught.value)
+
+    assert len({*on_ranks(3, compare)}) == 1
 
 
 def test_an_engine_has_the_pages_that_all_ranks_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,12 +5,17 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+from nanovllm.config import Mesh
 from nanovllm.errors import InvalidRequestError
+from nanovllm.executor.distributed import gathered
 from nanovllm.executor.executor import Runtime
+from nanovllm.state.digest import digest
 from nanovllm.state.engine_state import EngineState
+from nanovllm.state.lease import NEW_ENGINE
 
 P = ParamSpec("P")
 R = TypeVar("R")
+COMPARED = 64  # steps between two comparisons of the states of all ranks
 
 
 def mirrored(function: Callable[P, R]) -> Callable[P, R]:
@@ -34,6 +39,20 @@ def mirrored(function: Callable[P, R]) -> Callable[P, R]:
         return runtime.mirror.run(name, functools.partial(function, *args, **options), arguments)
 
     return call
+
+
+def require_alike(mesh: Mesh | None, state: EngineState) -> None:
+    """Compare the states of ranks whose programs call the engine themselves, every `COMPARED` steps. Rank 0 compares those of its mirror.
+
+    Raises:
+        EngineDeadError: They differ. It is raised on all ranks.
+    """
+    if mesh is None or state.num_steps % COMPARED or (isinstance(state.runtime, Runtime) and state.runtime.mirror is not None):
+        return
+    found = gathered(mesh, digest(state))
+    if len({*found}) > 1:
+        told = ", ".join(f"rank {rank}: state {one.hex()[:8]}" for rank, one in enumerate(found))
+        raise state.runtime.lease.kill(f"the ranks differ after step {state.num_steps}: {told}", NEW_ENGINE)
 
 
 def require_no_mirror(state: EngineState, what: str) -> None:

@@ -79,17 +79,18 @@ def left(group: Any) -> None:
         group.abort()
 
 
+def gathered(mesh: Mesh, data: bytes) -> list[bytes]:
+    """The bytes of all ranks, which call this at the same time."""
+    group = lookup(mesh.group, Gathering)
+    lengths = group.all_gather(torch.tensor([len(data)])).flatten().tolist()
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+    return [bytes(row[:length]) for row, length in zip(group.all_gather(padded).tolist(), lengths, strict=True)]
+
+
 def agreed(mesh: Mesh | None, value: V) -> V:
     """The value of rank 0, on all ranks, which call this at the same time. It must be made of what JSON knows. Without a mesh: `value`."""
-    if mesh is None:
-        return value
-    group = lookup(mesh.group, Gathering)
-    own = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
-    lengths = group.all_gather(torch.tensor([len(own)]))
-    padded = torch.zeros(int(lengths.max()), dtype=torch.uint8)
-    padded[: len(own)] = own
-    first = group.all_gather(padded)[0][: int(lengths[0])]
-    return json.loads(bytes(first.tolist()))
+    return value if mesh is None else json.loads(gathered(mesh, json.dumps(value).encode())[0])
 
 
 def least(mesh: Mesh | None, values: list[int]) -> list[int]:

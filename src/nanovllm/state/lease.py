@@ -11,6 +11,8 @@ import torch
 from nanovllm.config import RopeConfig
 from nanovllm.errors import DonatedStateError, EngineDeadError
 
+NEW_ENGINE = "make a new engine"  # what to do after the end of a rank, which leaves this process whole
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelKey:

@@ -17,7 +17,7 @@ import torch
 from nanovllm.entrypoints.ranks.beats import Beats
 from nanovllm.entrypoints.ranks.calls import called
 from nanovllm.entrypoints.ranks.channel import Kind, Outcome, receive, send
-from nanovllm.entrypoints.ranks.settings import Settings, build
+from nanovllm.entrypoints.ranks.settings import Settings, begun, build
 from nanovllm.executor.distributed import store_at
 from nanovllm.executor.executor import runtime_of
 from nanovllm.models.model import Model
@@ -63,7 +63,7 @@ def main(channel: int, memory: int, rank: int, size: int, parent: int) -> None:
         sys.stderr.flush()
         send(link, Kind.REFUSED, Outcome(number=0, digest="", error=type(error).__name__, message=message_of(error)).encode())
         return
-    send(link, Kind.READY, Outcome(number=0, digest=digest(state, whole=settings.whole).hex()).encode())
+    send(link, Kind.READY, Outcome(number=0, digest=begun(state, whole=settings.whole)).encode())
     with suppress(EOFError, BrokenPipeError, ConnectionResetError), torch.no_grad():
         follow(link, model, state, beats, rank, whole=settings.whole)
 

@@ -19,14 +19,13 @@ from nanovllm.entrypoints.ranks.channel import Kind, Outcome, receive, send
 from nanovllm.entrypoints.ranks.settings import Settings
 from nanovllm.errors import EngineDeadError, NanoVLLMError
 from nanovllm.executor.distributed import left
-from nanovllm.state.lease import Lease
+from nanovllm.state.lease import NEW_ENGINE, Lease
 
 TICK = 0.2  # seconds between two looks at all ranks
 GRACE = 3.0  # seconds for which a call that failed on one rank may go on on another
 STARTING = 300.0  # seconds without a sign of a rank that starts
 ENDING = 2.0  # seconds in which a rank ends that was asked to
 SHOWN = 6  # last lines of a rank's stderr in an error
-REMEDY = "make a new engine"
 
 
 class Follower:
@@ -157,7 +156,7 @@ class Followers:
                 return
             self.dead = cause
             if self.lease is not None:
-                self.lease.kill(cause, REMEDY)
+                self.lease.kill(cause, NEW_ENGINE)
             for one in self.all:
                 one.process.kill()
             self.changed.notify_all()
@@ -173,7 +172,7 @@ class Followers:
             if self.dead is None:
                 self.dead = "it was closed"
                 if self.lease is not None:
-                    self.lease.kill(self.dead, REMEDY)
+                    self.lease.kill(self.dead, NEW_ENGINE)
             self.changed.notify_all()
         if threading.current_thread() is not self._thread:
             self._thread.join(5.0)
@@ -243,7 +242,7 @@ class Followers:
 
 def died(cause: str) -> EngineDeadError:
     """The error of a call with an engine whose ranks have ended."""
-    return EngineDeadError(f"the engine is dead: {cause}. No call with a state of it can succeed: {REMEDY}")
+    return EngineDeadError(f"the engine is dead: {cause}. No call with a state of it can succeed: {NEW_ENGINE}")
 
 
 def refused(rank: int, found: Outcome, lines: str) -> NanoVLLMError:

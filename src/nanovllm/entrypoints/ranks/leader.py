@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from nanovllm.entrypoints.ranks.calls import encoded
 from nanovllm.entrypoints.ranks.channel import Kind, Outcome
 from nanovllm.entrypoints.ranks.followers import GRACE, STARTING, Followers, died
-from nanovllm.entrypoints.ranks.settings import Settings, build
+from nanovllm.entrypoints.ranks.settings import Settings, begun, build
 from nanovllm.errors import EngineDeadError, NanoVLLMError
 from nanovllm.executor.distributed import opened_store
 from nanovllm.executor.executor import runtime_of
@@ -132,7 +132,7 @@ def start(settings: Settings) -> tuple[Model, EngineState]:
         followers.broadcast(Kind.GO, b"" if store is None else str(store.port).encode())
         model, state = build(settings, 0, store, lambda group: setattr(followers, "group", group))
         followers.lease = state.runtime.lease
-        own = Outcome(number=0, digest=digest(state, whole=settings.whole).hex())
+        own = Outcome(number=0, digest=begun(state, whole=settings.whole))
         if any(one.digest != own.digest for one in followers.outcomes(0, STARTING)):
             raise died("the ranks have made different engines")
         followers.ready = True

@@ -7,20 +7,22 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from hashlib import blake2b
 from typing import Any
 
 import torch
 
 from nanovllm.engine.init_state import init_state
+from nanovllm.engine.mirrored import COMPARED
 from nanovllm.errors import InvalidRequestError
 from nanovllm.executor.distributed import joined
 from nanovllm.loading.hub import resolve_folder
 from nanovllm.loading.load_model import load_model, resolve_device
 from nanovllm.models.model import Model
+from nanovllm.state.digest import SIZE, digest
 from nanovllm.state.engine_state import EngineState
 
 LONGEST = 86_400  # seconds
-COMPARED = 64  # steps between two comparisons of the ranks' states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +85,11 @@ def build(settings: Settings, rank: int, store: Any, joins: Callable[[Any], None
         module, name = settings.hook.split(":")
         model, state = getattr(importlib.import_module(module), name)(rank, model, state, group)
     return model, state
+
+
+def begun(state: EngineState, *, whole: bool) -> str:
+    """The digest of a first state, with its limits."""
+    return blake2b(digest(state, whole=whole) + repr(state.config).encode(), digest_size=SIZE).hexdigest()
 
 
 def chosen_devices(size: Any, device: Any, devices: Any) -> tuple[str, ...]:
