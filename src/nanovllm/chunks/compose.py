@@ -15,6 +15,7 @@ from nanovllm.chunks.handles import chunk_of, cut, cut_live, fork
 from nanovllm.chunks.layout import Layout, gapped, joined, shifted, slots_of
 from nanovllm.chunks.prefill import adopt, fill, plain_request, plain_sequence, reserve_all, run_again
 from nanovllm.engine.donation import commit_state, enter_with, guarded, require_chunk, require_live, require_namespace
+from nanovllm.engine.mirrored import mirrored
 from nanovllm.engine.requests import capacity
 from nanovllm.errors import InvalidRequestError
 from nanovllm.models.model import Model
@@ -34,6 +35,7 @@ MODES = ("recompute", "shift", "gap")
 PROBED = 2  # layers that run to choose tokens by deviation; the KV of the first layer does not depend on earlier tokens
 
 
+@mirrored
 @explain_unknown_keywords
 @torch.no_grad()
 def compose(
@@ -100,6 +102,7 @@ def compose(
         return commit_state(state), whole
 
 
+@mirrored
 @explain_unknown_keywords
 @torch.no_grad()
 def drop(

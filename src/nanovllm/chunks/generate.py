@@ -13,6 +13,7 @@ from nanovllm.chunks.prefill import fill, reserve_all
 from nanovllm.chunks.processed import processed
 from nanovllm.chunks.thinking import Retain, check_retain, without_thinking
 from nanovllm.engine.donation import commit_state, enter_with, guarded
+from nanovllm.engine.mirrored import mirrored
 from nanovllm.engine.prompt import Context
 from nanovllm.engine.requests import new_sequence
 from nanovllm.engine.step import run_step
@@ -28,6 +29,7 @@ from nanovllm.state.request import Queue, RequestOutput, Sequence
 from nanovllm.state.sequence_pages import give_up_pages
 
 
+@mirrored
 @explain_unknown_keywords
 def generate(
     model: Model,
@@ -74,6 +76,7 @@ def generate(
     return state, generation
 
 
+@mirrored
 @explain_unknown_keywords
 def generate_many(
     model: Model,

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import SupportsIndex
 
 from nanovllm.engine.donation import commit_state, enter, enter_with, require_chunk, require_live
+from nanovllm.engine.mirrored import mirrored
 from nanovllm.errors import BrokenInvariantError, InvalidRequestError, OutOfPagesError
 from nanovllm.models.model import Model
 from nanovllm.state import pool as pools
@@ -16,6 +17,7 @@ from nanovllm.state.sequence_pages import give_up_pages
 from nanovllm.state.vector import IntVector
 
 
+@mirrored
 def fork(state: EngineState, chunk: Chunk) -> tuple[EngineState, Chunk]:
     """Make a second handle on the same KV.
 
@@ -46,6 +48,7 @@ def fork(state: EngineState, chunk: Chunk) -> tuple[EngineState, Chunk]:
     return truncate(state, chunk, len(chunk))
 
 
+@mirrored
 def truncate(state: EngineState, chunk: Chunk, length: SupportsIndex) -> tuple[EngineState, Chunk]:
     """Make a handle on the first `length` tokens of a chunk.
 
@@ -89,6 +92,7 @@ def cut_live(state: EngineState, chunk: Chunk, length: SupportsIndex) -> tuple[E
     return replace(state, pool=pool, chunks=chunks, next_id=state.next_id + 1), twin
 
 
+@mirrored
 def release(state: EngineState, chunk: Chunk) -> EngineState:
     """End a handle.
 
@@ -175,6 +179,7 @@ def released_chunk(model: Model, state: EngineState, sequence: Sequence) -> tupl
     return replace(state, next_id=state.next_id + 1), chunk
 
 
+@mirrored
 def detach(model: Model, state: EngineState, request_id: int) -> tuple[EngineState, Chunk | None]:
     """End a request of `submit_many(keep=True)`, in any phase, and turn its filled tokens into a chunk.
 

@@ -13,6 +13,7 @@ import torch
 
 from nanovllm.chunks.handles import chunk_of
 from nanovllm.engine.donation import commit_state, enter_with, guarded, require_chunk, require_namespace
+from nanovllm.engine.mirrored import mirrored
 from nanovllm.engine.output import counted
 from nanovllm.engine.prompt import parts_of, resolve
 from nanovllm.engine.requests import begin_sequence, capacity
@@ -178,6 +179,7 @@ def run_again(model: Model, state: EngineState, sequence: Sequence, places: np.n
             batch = []
 
 
+@mirrored
 @explain_unknown_keywords
 @torch.no_grad()
 def prefill(

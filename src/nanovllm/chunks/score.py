@@ -16,6 +16,7 @@ import torch
 
 from nanovllm.chunks.prefill import adopt, plain_request, plain_sequence, reserve_all
 from nanovllm.engine.donation import commit_state, enter_with, guarded, require_namespace
+from nanovllm.engine.mirrored import mirrored
 from nanovllm.engine.prompt import Context, encode, resolve, token_array
 from nanovllm.engine.requests import capacity
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
@@ -74,6 +75,7 @@ class _Run:
     asked: Int64[np.ndarray, "K 3"]
 
 
+@mirrored
 @explain_unknown_keywords
 @torch.no_grad()
 def score(

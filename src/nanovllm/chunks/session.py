@@ -10,6 +10,7 @@ import torch
 from nanovllm.chunks.generation import Generation, one_for_each
 from nanovllm.chunks.session_rows import closed, opened
 from nanovllm.engine.donation import commit_state, enter, enter_with, guarded
+from nanovllm.engine.mirrored import require_no_mirror
 from nanovllm.engine.prompt import Context
 from nanovllm.engine.requests import capacity, new_sequence
 from nanovllm.errors import DonatedStateError, InvalidRequestError
@@ -78,6 +79,7 @@ def begin(
         ', a boy named Jonas'
     """
     state = enter_with(model, state)
+    require_no_mirror(state, "begin")
     if isinstance(room, bool) or not isinstance(room, int) or room < 1:
         raise InvalidRequestError(f"room={room!r} must be an integer of at least 1, the number of decode steps")
     sampling_params = one_for_each(contexts, sampling_params)

@@ -17,7 +17,7 @@ from nanovllm.engine.donation import forgotten, overwritten
 from nanovllm.engine.output import draw_token, reply_text, result
 from nanovllm.engine.plan import Plan
 from nanovllm.errors import NanoVLLMError, OutOfPagesError, RequestFailedError
-from nanovllm.executor.executor import Drawn
+from nanovllm.executor.executor import Drawn, runtime_of
 from nanovllm.models.model import Model
 from nanovllm.sampling.process_logits import Culprit
 from nanovllm.state.device_errors import chain, fatal, message_of, out_of_memory
@@ -78,6 +78,8 @@ def recovered(model: Model, state: EngineState, error: Exception, attempt: Attem
     culprit = next((note for one in chain(error) for note in reversed(getattr(one, "__notes__", ())) if isinstance(note, Culprit)), None)
     budget, stats, kind, failed, message = state.token_budget, state.stats, RequestFailedError, list[Sequence](), ""
     if short := num_tokens > 0 and out_of_memory(error) and not culprit:
+        if runtime_of(state).mirror is not None or model.config.mesh is not None:
+            return None  # other ranks may have had enough memory, and run the step as it was
         stats = stats.add(memory_shortages=1)
         if num_tokens + others > 1:  # rows that decode come first in a budget, so a step that fails in them runs no prompt next
             budget = max(1, num_tokens // 2 + (others if attempt.stage == "prefill" else 0))

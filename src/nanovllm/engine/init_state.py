@@ -12,7 +12,8 @@ from nanovllm.config import EngineConfig, Mesh, loaded_for_short
 from nanovllm.engine.donation import model_key, require_model
 from nanovllm.engine.prefill_rate import bounded, require_step_ms
 from nanovllm.errors import InvalidRequestError, OutOfPagesError
-from nanovllm.executor.build_executor import build_executor, checked_choice, compares, first_start, step_bytes_needed, tuned_cuts
+from nanovllm.executor.build_executor import alike, build_executor, checked_choice, compares, first_start, step_bytes_needed, tuned_cuts
+from nanovllm.executor.distributed import least
 from nanovllm.executor.executor import Runtime
 from nanovllm.executor.kv_budget import device_budget
 from nanovllm.models.model import Model
@@ -149,14 +150,14 @@ def init_state(
         more = "; pass max_model_len to load_model for longer requests" if loaded_for_short(config) else ""
         raise InvalidRequestError(f"max_model_len={max_model_len} exceeds the model's {config.max_position_embeddings} positions{more}")
     cuts = tuned_cuts(model, limits, compile, tuning)
-    checked = compares(model, limits, compile, check, cuts)
+    checked = bool(-least(config.mesh, [-compares(model, limits, compile, check, cuts)])[0])  # all ranks, if one of them does
     first = first_start(model, limits, compile, cascade, cuts, checked=checked, sized=num_pages is None)
     budget, choice = None, None
     if checked:  # it needs memory for a moment, so it comes before the KV pool
-        choice, cuts = checked_choice(model, limits, cuts, tuning)
+        choice, cuts = alike(model, *checked_choice(model, limits, cuts, tuning))
     if num_pages is None:
         needed, cuts = step_bytes_needed(model, limits, compile, choice, cuts, tuning)
-        budget = device_budget(model, memory_fraction) - needed
+        (budget,) = least(config.mesh, [device_budget(model, memory_fraction) - needed])
     num_pages, frames = pool_sizes(config, limits, num_pages, num_frames, budget, dtype)
     limits = replace(limits, num_pages=num_pages, num_frames=frames)
     try:

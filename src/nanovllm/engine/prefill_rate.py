@@ -14,6 +14,7 @@ import torch
 from nanovllm.config import EngineConfig
 from nanovllm.engine.prompt_room import LEAST
 from nanovllm.errors import InvalidRequestError
+from nanovllm.executor.distributed import agreed
 from nanovllm.executor.executor import Executor
 from nanovllm.models.model import Model
 from nanovllm.sampling.params import SamplingParams
@@ -92,14 +93,15 @@ def _milliseconds(
 ) -> tuple[float, KVState]:
     """Donates `kv`. The time of a prompt of `count` tokens after `context` others, and the KV memory.
 
-    It is the least of `REPEATS` times. With `seconds` the prompt is repeated for so long, and the median of the second half counts.
+    It is the least of `REPEATS` times. With `seconds` the prompt is repeated for so long, and the median of the second
+    half counts. Ranks take the time of rank 0.
     """
     taken = pools.allocate(pool, pages_for(context + count + 1, pool.prefix.page_size))
     assert taken is not None
     pool, pages = taken
     sampling, times = SamplingParams(temperature=0.0, max_tokens=1), []
     end = time.perf_counter() + seconds
-    while len(times) < REPEATS or time.perf_counter() < end:
+    while agreed(model.config.mesh, len(times) < REPEATS or time.perf_counter() < end):
         request = Request(
             request_id=-1, num_prompt=context + count, sampling=sampling, seed=0, max_len=context + count + 1, stop_ids=frozenset(),
             arrival=0.0,
@@ -110,4 +112,4 @@ def _milliseconds(
         drawn, kv = executor.prefill(model, kv, [(row, count)], frames=pool.frames)
         assert drawn is not None  # the token is on the host, so the device has ended
         times.append(time.perf_counter() - start)
-    return 1e3 * (median(times[len(times) // 2 :]) if seconds else min(times)), kv
+    return agreed(model.config.mesh, 1e3 * (median(times[len(times) // 2 :]) if seconds else min(times))), kv

@@ -12,6 +12,7 @@ import numpy as np
 from nanovllm.config import loaded_for_short
 from nanovllm.engine.constrained import compiled_for
 from nanovllm.engine.donation import commit_state, enter, enter_with, require_namespace
+from nanovllm.engine.mirrored import mirrored
 from nanovllm.engine.prompt import Context, resolve
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.models.model import Model
@@ -31,6 +32,7 @@ from nanovllm.state.window_frames import least_frames, num_retired
 MOST_PRIORITY = 1 << 53  # priorities are below it, and above its negative
 
 
+@mirrored
 @explain_unknown_keywords
 def submit(
     model: Model,
@@ -84,6 +86,7 @@ def submit(
     return commit_state(state, waiting=state.waiting.push(sequence)), sequence.request.request_id
 
 
+@mirrored
 def cancel(state: EngineState, request_id: int) -> EngineState:
     """Drop a request that waits or runs, and free its pages.
 
@@ -218,6 +221,7 @@ def request_seed(seed: int, request_id: int) -> int:
     return int(np.random.SeedSequence((seed, request_id)).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
+@mirrored
 def submit_many(
     model: Model,
     state: EngineState,

@@ -16,6 +16,7 @@ import torch
 from nanovllm.engine.constrained import Constrained, constrained
 from nanovllm.engine.donation import commit_state, enter_with, guarded
 from nanovllm.engine.failures import Attempt, draw, ended, last_output, out_of_pages, outside, recovered, relaxed, step_limits, unsearchable
+from nanovllm.engine.mirrored import mirrored, require_alike
 from nanovllm.engine.output import counted, finish_reason, row_scores, scan_steady
 from nanovllm.engine.plan import Plan
 from nanovllm.engine.scheduler import schedule, steady
@@ -31,6 +32,7 @@ from nanovllm.state.request import Sequence, StepOutput
 from nanovllm.state.steady import Steady
 
 
+@mirrored
 @torch.no_grad()
 def step(model: Model, state: EngineState) -> tuple[EngineState, list[StepOutput]]:
     """Run one step of the requests that fit into the token budget and the page pool.
@@ -65,7 +67,9 @@ def step(model: Model, state: EngineState) -> tuple[EngineState, list[StepOutput
     state = enter_with(model, state)
     with guarded(state) as taken:
         after, outputs = run_step(model, state, taken)
-        return commit_state(after), outputs
+        after = commit_state(after)
+        require_alike(model.config.mesh, after)
+        return after, outputs
 
 
 def run_step(model: Model, state: EngineState, taken: Taken) -> tuple[EngineState, list[StepOutput]]:

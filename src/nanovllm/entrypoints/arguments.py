@@ -143,6 +143,11 @@ def chosen_model_options(options: argparse.Namespace) -> dict[str, Any]:
     return {name: given[name] for name, default in vars(parser.parse_args([])).items() if given[name] != default}
 
 
+def add_ranks(parser: argparse.ArgumentParser) -> None:
+    """Add the option for several GPUs to a parser."""
+    parser.add_argument("--tensor-parallel-size", type=positive, default=1, metavar="N", help="run the model on N GPUs (default: 1)")
+
+
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
     """Add the sampling options to a parser. `max_tokens` is what `sampling` takes without the option, which is None then."""
     parser.set_defaults(most_tokens=max_tokens)

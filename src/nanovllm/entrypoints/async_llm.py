@@ -80,7 +80,8 @@ class AsyncLLM:
         ):
             raise InvalidRequestError(f"max_num_waiting={max_num_waiting!r} must be an integer of at least 0, or None")
         if options.get("max_step_ms") is None and options.get("max_prefill_tokens") is None:
-            device = model.device if isinstance(model, Model) else resolve_device(options.get("device"))
+            first = next(iter(options.get("devices") or ()), options.get("device"))
+            device = model.device if isinstance(model, Model) else resolve_device(first)
             options["max_step_ms"] = STEP_MS if device.type == "cuda" else None
         llm = LLM(model, **options)
         self._engine = EngineThread(llm.model, llm.state, max_num_waiting)

@@ -9,6 +9,7 @@ import numpy as np
 from nanovllm.chunks.handles import detach, release, truncate
 from nanovllm.chunks.thinking import Retain, think_spans, without_thinking
 from nanovllm.engine.donation import commit_state, enter, guarded
+from nanovllm.engine.mirrored import mirrored
 from nanovllm.engine.requests import capacity, new_sequence, submit_many
 from nanovllm.engine.step import step
 from nanovllm.entrypoints.process import noted_interrupts
@@ -115,7 +116,7 @@ def turn(
         state, chunk = detach(model, state, request)
         after = state.stats
         if chunk is not None and asked.retain in ("shift", "gap"):
-            state, chunk = _answer(model, state, chunk, min(len(tokens), len(chunk)), asked.retain)
+            state, chunk = answer_of(model, state, chunk, min(len(tokens), len(chunk)), asked.retain)
     if output is not None:
         reply, reason = output.text, output.finish_reason
         show(stream.end(reply))
@@ -135,7 +136,8 @@ def turn(
     return state, replace(asked, messages=(*asked.messages, {"role": "assistant", "content": reply}), chunk=chunk), figures
 
 
-def _answer(model: Model, state: EngineState, chunk: Chunk, start: int, retain: Retain) -> tuple[EngineState, Chunk]:
+@mirrored
+def answer_of(model: Model, state: EngineState, chunk: Chunk, start: int, retain: Retain) -> tuple[EngineState, Chunk]:
     """The conversation's chunk without the think blocks of its last reply, which begins at token `start`.
 
     If pages are short, the chunk is returned unchanged, and the next turn runs the answer again.

@@ -28,6 +28,7 @@ from nanovllm.engine.step import step
 from nanovllm.entrypoints.calls import Call, deliver
 from nanovllm.entrypoints.llm import sequence_of
 from nanovllm.errors import EngineClosedError, EngineDeadError, InvalidRequestError, NanoVLLMError, QueueFullError
+from nanovllm.executor.executor import runtime_of
 from nanovllm.models.model import Model
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.sampling.process_logits import LogitsProcessor
@@ -189,6 +190,8 @@ class EngineThread:
         for call in self._watchers:
             self._tell(call.loop, call.end)
         atexit.unregister(self._exit)
+        if (mirror := runtime_of(self.state).mirror) is not None:
+            mirror.close()
 
     @property
     def _idle(self) -> bool:

@@ -4,6 +4,7 @@ import os
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Generator
+from collections.abc import Sequence as Seq
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -19,8 +20,11 @@ from nanovllm.engine.requests import cancel, new_sequence, submit_many
 from nanovllm.engine.step import step
 from nanovllm.entrypoints.display.terminal import bar
 from nanovllm.entrypoints.process import uninterrupted
+from nanovllm.entrypoints.ranks.leader import start
+from nanovllm.entrypoints.ranks.settings import chosen_devices, settings_of
 from nanovllm.entrypoints.stream import Piece, Stream
 from nanovllm.errors import DonatedStateError, EngineDeadError, InvalidRequestError, RequestFailedError
+from nanovllm.executor.executor import runtime_of
 from nanovllm.loading.load_model import load_model
 from nanovllm.models.model import Model
 from nanovllm.sampling.keywords import explain_unknown_keywords
@@ -79,6 +83,9 @@ class LLM:
         quantize_head: bool = False,
         fp8_activations: bool = False,
         kv_dtype: Literal["fp8"] | None = None,
+        tensor_parallel_size: int = 1,
+        devices: Seq[torch.device | str] | None = None,
+        rank_timeout: int | float = 60.0,
     ) -> None:
         """Load a model and create its engine.
 
@@ -110,10 +117,15 @@ class LLM:
             quantize_head: Whether the output matrix is rounded, too.
             fp8_activations: Whether long prompts with FP8 weights round activations to FP8, too, as in `load_model`: faster, less exact.
             kv_dtype: `"fp8"`: keys and values as codes of 8 bits, with a scale for each token and head. None: the model's dtype.
+            tensor_parallel_size: The number of ranks that run the model together, each on a GPU of its own. The others are processes that
+                this one starts. They end with `close`, with the object and its states, or with the program.
+            devices: The device of each rank. None: the first GPUs that torch sees, or the CPU for all if `device` is the CPU.
+            rank_timeout: Seconds after which a rank that does not answer counts as dead.
 
         Raises:
             CheckpointError: The model cannot be loaded.
             InvalidRequestError: An option is invalid.
+            EngineDeadError: A rank could not start, or has ended.
             OutOfPagesError: The KV memory does not fit into the device.
             TuningFileError: A tuning file was requested and cannot be used.
 
@@ -123,35 +135,51 @@ class LLM:
         """
         where: dict[str, Any] = {"revision": revision, "download": download, "trust_remote_code": trust_remote_code}
         where |= {"quantization": quantization, "quantize_head": quantize_head, "fp8_activations": fp8_activations}
+        limits: dict[str, Any] = {
+            "num_pages": num_pages,
+            "num_frames": num_frames,
+            "page_size": page_size,
+            "memory_fraction": memory_fraction,
+            "max_model_len": max_model_len,
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "max_step_ms": max_step_ms,
+            "max_prefill_tokens": max_prefill_tokens,
+            "seed": seed,
+            "compile": compile,
+            "cascade": cascade,
+            "check": check,
+            "tuning": tuning,
+            "kv_dtype": kv_dtype,
+        }
         if isinstance(model, Model) and any(value not in (None, False) for value in (device, dtype, *where.values())):
             raise InvalidRequestError(f"model is already loaded: pass device, dtype, {', '.join(where)} to load_model")
-        if not isinstance(model, Model):
-            model = load_model(model, device, dtype, max_model_len=max_model_len, **where)
-        self.model: Model = model
         # Requests whose call is over, each with its engine. The garbage collector may close an iterator in the middle of another call.
         self._dropped = deque[tuple[str, int]]()
         self._inbox: Map[int, RequestOutput | None] = Map()
-        self._state: EngineState = init_state(
-            self.model,
-            num_pages=num_pages,
-            num_frames=num_frames,
-            page_size=page_size,
-            memory_fraction=memory_fraction,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_step_ms=max_step_ms,
-            max_prefill_tokens=max_prefill_tokens,
-            seed=seed,
-            compile=compile,
-            cascade=cascade,
-            check=check,
-            tuning=tuning,
-            kv_dtype=kv_dtype,
-        )
+        self.model: Model
+        self._state: EngineState
+        ranks = chosen_devices(tensor_parallel_size, model.device if isinstance(model, Model) else device, devices)
+        if len(ranks) > 1:
+            loading = {"dtype": dtype, "max_model_len": max_model_len, **where}
+            self.model, self._state = start(settings_of(model, ranks, loading, limits, rank_timeout))
+        else:
+            place = device if devices is None else devices[0]
+            self.model = model if isinstance(model, Model) else load_model(model, place, dtype, max_model_len=max_model_len, **where)
+            self._state = init_state(self.model, **limits)
 
     def __repr__(self) -> str:
         return f"LLM({self.model!r}, {self._state!r})"
+
+    def close(self) -> None:
+        """End the other ranks of an engine that has some; further calls raise `EngineDeadError`. Otherwise nothing happens.
+
+        Examples:
+            >>> llm = nv.LLM(model, num_pages=64)
+            >>> llm.close()
+        """
+        if (mirror := runtime_of(self._state).mirror) is not None:
+            mirror.close()
 
     @property
     def state(self) -> EngineState:
@@ -248,6 +276,8 @@ class LLM:
                     waited -= ended
                     shown.update(len(ended))
                     self._require_known(waited)
+            if (mirror := runtime_of(self.state).mirror) is not None:
+                mirror.compare(self.state)
             return [output for i in ids if (output := self.inbox[i]) is not None]
         finally:
             self._drop(self._state.runtime.lease.engine, ids)

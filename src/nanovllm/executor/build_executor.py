@@ -15,6 +15,7 @@ from nanovllm.errors import InvalidRequestError, OutOfPagesError, TuningFileErro
 from nanovllm.executor.attention_plans import AttentionUnavailableError
 from nanovllm.executor.cascade_policy import Cascades, cascade_policy
 from nanovllm.executor.compiled import compiled_forward
+from nanovllm.executor.distributed import least
 from nanovllm.executor.eager import EagerExecutor
 from nanovllm.executor.executor import Executor
 from nanovllm.models.check.examine import by_cuts, choose
@@ -114,6 +115,16 @@ def checked_choice(
     elif choice is not None and choice.whole and model.device.type == "cuda":
         note_passed(model, limits.page_size, cuts)
     return None if choice is None or choice.whole else choice, cuts
+
+
+def alike(model: Model, choice: FastChoice | None, cuts: Cuts | None) -> tuple[FastChoice | None, Cuts | None]:
+    """What all ranks can use: layers that are within the bound on each of them, and tile configurations if none of them dropped them."""
+    mesh, count = model.config.mesh, model.config.num_layers
+    if mesh is None:
+        return choice, cuts
+    own = (True,) * (count + 1) if choice is None else (*choice.layers, choice.head)
+    *layers, head, kept = map(bool, least(mesh, [*map(int, own), int(cuts is not None)]))
+    return None if head and all(layers) else FastChoice(layers=tuple(layers), head=head), cuts if kept else None
 
 
 def _by_cuts(make: Callable[[Cuts | None], R], cuts: Cuts | None, tuning: bool | str | os.PathLike[str] | None) -> tuple[R, Cuts | None]:

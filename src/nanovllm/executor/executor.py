@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from nanovllm.executor.decode_carry import DecodeCarry
+from nanovllm.executor.mirror import Mirror
 from nanovllm.executor.row_processing import CarriedRow, carried_rows
 from nanovllm.executor.scoring import Scored
 from nanovllm.models.fast.cuts import Cuts
@@ -211,12 +212,14 @@ class Runtime:
         executor: Runs the steps, and holds graphs, buffers and plans.
         cuts: The tile configurations of the executor's kernels. None: the defaults, or no kernels.
         matchers: Where running replies stand in their grammars.
+        mirror: What repeats the calls on other ranks; None: there are none, or each makes them by itself.
     """
 
     lease: Lease
     executor: Executor
     cuts: Cuts | None = None
     matchers: Matchers = field(default_factory=Matchers)
+    mirror: Mirror | None = None
 
 
 def runtime_of(state: EngineState) -> Runtime:

@@ -11,6 +11,8 @@ import torch
 from nanovllm.config import Mesh, RopeConfig
 from nanovllm.errors import DonatedStateError, EngineDeadError
 
+NEW_ENGINE = "make a new engine"  # what to do after the end of a rank, which leaves this process whole
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelKey:
@@ -47,6 +49,7 @@ class Lease:
             index.
         dirty: Whether a failed call may have advanced the decode carry.
         dead: The error that broke the device, or None.
+        remedy: What to do then.
 
     A call takes the lease for its work on the device, and every call advances it at its end. Both compare the epoch under one lock, so of
     two threads that use one state, one gets an error and changes nothing.
@@ -58,6 +61,7 @@ class Lease:
     lost: frozenset[int] = frozenset()
     dirty: bool = False
     dead: str | None = None
+    remedy: str = "start a new process"
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _holder: int | None = field(default=None, repr=False)  # the thread whose call works on the device
     _failed: int = field(default=0, repr=False)  # calls that noted losses
@@ -87,10 +91,11 @@ class Lease:
             self.lost, self.dirty = frozenset(), False
             return self.epoch
 
-    def kill(self, cause: str) -> EngineDeadError:
+    def kill(self, cause: str, remedy: str = "") -> EngineDeadError:
         """Note that the device is broken, unless that is known. Returns the error for the caller, with the first cause."""
-        self.dead = self.dead or cause
-        return EngineDeadError(f"the engine is dead: {self.dead}. No call with a state of it can succeed: start a new process")
+        if self.dead is None:
+            self.dead, self.remedy = cause, remedy or self.remedy
+        return EngineDeadError(f"the engine is dead: {self.dead}. No call with a state of it can succeed: {self.remedy}")
 
     def require_alive(self) -> None:
         """Raise `EngineDeadError` if the device is broken."""

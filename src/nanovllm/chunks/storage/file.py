@@ -25,6 +25,7 @@ from nanovllm.chunks.storage.format import Head, Outline
 from nanovllm.chunks.storage.heads import all_heads, own_heads
 from nanovllm.config import RopeConfig
 from nanovllm.engine.donation import commit_state, enter, enter_with, guarded, require_live
+from nanovllm.engine.mirrored import mirrored
 from nanovllm.engine.requests import capacity
 from nanovllm.errors import ChunkFileError, ChunkMismatchError, InvalidRequestError, OutOfPagesError
 from nanovllm.files import as_path, open_file, put, temporary
@@ -121,8 +122,10 @@ def load_chunk(model: Model, state: EngineState, path: str | os.PathLike[str]) -
         os.close(fd)
 
 
+@mirrored
 def load(model: Model, state: EngineState, fd: int, path: Path, namespace: int = 0) -> tuple[EngineState, Chunk]:
     """`load_chunk` from an open file. Indexed KV is shared only within `namespace`."""
+    state = enter_with(model, state)
     head = decode(model, fd, path)
     require_model(head, model, path)
     return place(model, state, head, path, lambda: blocks.read_kv(fd, head, path, model.device), namespace)

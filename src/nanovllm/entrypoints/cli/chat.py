@@ -7,17 +7,17 @@ from dataclasses import replace
 from nanovllm.chunks.compose import MODES
 from nanovllm.chunks.handles import release
 from nanovllm.chunks.thinking import Retain, check_retain
-from nanovllm.engine.init_state import init_state
 from nanovllm.engine.requests import capacity
-from nanovllm.entrypoints.arguments import add_model_options, add_sampling_options, engine_limits, freeze_if_alone, sampling
+from nanovllm.entrypoints.arguments import add_model_options, add_ranks, add_sampling_options, engine_limits, freeze_if_alone, sampling
 from nanovllm.entrypoints.cli.chat_loop import RETAIN, talk
-from nanovllm.entrypoints.cli.load import load
+from nanovllm.entrypoints.cli.load import load_engine
 from nanovllm.entrypoints.cli.remote_chat import run_remote_chat
 from nanovllm.entrypoints.cli.serve import KEYS
 from nanovllm.entrypoints.conversation import Conversation, Turn, turn
 from nanovllm.entrypoints.display.terminal import View, note
 from nanovllm.entrypoints.memory.report import memory
 from nanovllm.entrypoints.process import noted_interrupts
+from nanovllm.loading.load_model import resolve_device
 from nanovllm.models.model import Model
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.engine_state import EngineState
@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "positions (fast, approximate). gap: leave it in place (fast, approximate). all: keep the thinking too (default: %(default)s)",
     )
     add_model_options(parser)
+    add_ranks(parser)
     add_sampling_options(parser, max_tokens=2048)
 
 
@@ -123,9 +124,8 @@ def run_chat(options: argparse.Namespace) -> int:
         return run_remote_chat(options)
     # Pages for two sequences: the conversation's chunk, and a reply that starts from a shorter prefix of it. A CPU runs prompts in
     # small pieces, because Ctrl-C waits for the end of a step.
-    model = load(options)
-    params = sampling(options, model)
-    budget = 512 if model.device.type == "cpu" else 8192
-    state = init_state(model, **engine_limits(options), max_num_seqs=2, max_num_batched_tokens=budget)
+    budget = 512 if resolve_device(options.device).type == "cpu" else 8192
+    llm = load_engine(options, **engine_limits(options), max_num_seqs=2, max_num_batched_tokens=budget)
+    params = sampling(options, llm.model)
     freeze_if_alone(options)
-    return run(model, state, params, system=options.system, thinking=not options.no_think, retain=options.retain)
+    return run(llm.model, llm.state, params, system=options.system, thinking=not options.no_think, retain=options.retain)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from nanovllm.engine.donation import enter
 from nanovllm.engine.requests import new_sequence
-from nanovllm.entrypoints.arguments import add_model_options, add_sampling_options, engine_limits, freeze_if_alone, sampling
+from nanovllm.entrypoints.arguments import add_model_options, add_ranks, add_sampling_options, engine_limits, freeze_if_alone, sampling
 from nanovllm.entrypoints.cli.batch.run_batch import run_batch
-from nanovllm.entrypoints.cli.load import load
+from nanovllm.entrypoints.cli.load import load_engine
 from nanovllm.entrypoints.display.terminal import View, dim, is_terminal, note
 from nanovllm.entrypoints.llm import LLM, whole
 from nanovllm.entrypoints.stream import Piece
@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="the system message; needs --chat")
     parser.add_argument("--no-think", action="store_true", help="answer without thinking first; needs --chat")
     add_model_options(parser)
+    add_ranks(parser)
     add_sampling_options(parser, max_tokens=256)
 
 
@@ -50,6 +51,8 @@ def run_generate(options: argparse.Namespace) -> int:
     if options.input is not None:
         if options.prompts is not None or options.prompt or options.stream or options.chat or options.system or options.no_think:
             raise InvalidRequestError("--input cannot be combined with a prompt, --prompts, --stream or --chat: its lines say what to do")
+        if options.tensor_parallel_size > 1:
+            raise InvalidRequestError("--tensor-parallel-size cannot be combined with --input, whose server runs on one GPU")
         if given := [name for name in SamplingParams.__dataclass_fields__ if vars(options).get(name) is not None]:
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
             raise InvalidRequestError(f"{flags}: with --input, each line has its own: leave it out")
@@ -60,8 +63,7 @@ def run_generate(options: argparse.Namespace) -> int:
         raise InvalidRequestError("--system and --no-think need --chat: add --chat")
     lines = _lines(options.prompts) if options.prompts is not None else {}
     texts = list(lines.values()) if options.prompts is not None else [_prompt(options)]
-    model = load(options)
-    llm = LLM(model, **engine_limits(options), max_num_seqs=256 if options.prompts is not None else 1)
+    llm = load_engine(options, **engine_limits(options), max_num_seqs=256 if options.prompts is not None else 1)
     freeze_if_alone(options)
     params = sampling(options, llm.model)
     if options.prompts is not None:

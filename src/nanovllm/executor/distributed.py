@@ -1,0 +1,100 @@
+"""Ranks of one model: how they join a group, and how they agree on what they find outside, such as free memory and times.
+
+A rank is a process with a part of the model. All ranks make the same calls, so that their host states stay equal.
+"""
+
+import json
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+import torch.distributed
+
+from nanovllm.config import Mesh
+from nanovllm.ops.attention.plan_table import lookup
+from nanovllm.types import Tensor
+
+V = TypeVar("V")
+dist: Any = torch.distributed  # its types hide what groups are made of
+HOST = "127.0.0.1"
+NAME = "nanovllm"
+
+
+@runtime_checkable
+class Gathering(Protocol):
+    """The part of a group of ranks that agreements need. It gathers tensors on the CPU, too."""
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """The ranks' tensors, stacked."""
+        ...
+
+
+def opened_store() -> Any:
+    """The store of rank 0, at which the ranks meet. It listens on this host alone, at `port`."""
+    return dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+
+
+def store_at(port: int) -> Any:
+    """The store of rank 0, for another rank."""
+    return dist.TCPStore(HOST, port, is_master=False)
+
+
+def joined(store: Any, rank: int, size: int, device: torch.device, timeout: timedelta) -> Any:
+    """Join a process group of its own, besides that of `torch.distributed.init_process_group`, so that a process may be in several.
+
+    All ranks call this at the same time. CPU tensors go through gloo, those of a GPU through NCCL.
+
+    Args:
+        store: The ranks' store.
+        rank: The number of this rank.
+        size: The number of ranks.
+        device: The device of this rank.
+        timeout: How long a collective operation waits for the other ranks.
+    """
+    name, kinds = f"{NAME}-{store.port}", dist.ProcessGroup.BackendType
+    shared = dist.PrefixStore(name, store)
+    group = dist.ProcessGroup(shared, rank, size)
+    near = dist.ProcessGroupGloo._Options()
+    near._timeout, near._devices = timeout, [dist.ProcessGroupGloo.create_device(hostname=HOST)]
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("cpu", shared), rank, size, near)
+    gloo._set_sequence_number_for_group()
+    group._set_default_backend(kinds.GLOO)
+    group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
+    if device.type == "cuda":
+        far = dist.ProcessGroupNCCL.Options()
+        far._timeout = timeout
+        nccl = dist.ProcessGroupNCCL(dist.PrefixStore("cuda", shared), rank, size, far)
+        nccl._set_sequence_number_for_group()
+        group._set_default_backend(kinds.NCCL)
+        group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
+    group._set_group_name(name)
+    dist.distributed_c10d._register_process_group(name, group)  # by this name custom ops and symmetric memory find it
+    return group
+
+
+def left(group: Any) -> None:
+    """Give up a group whose other ranks may be gone: operations that wait for them raise."""
+    with suppress(Exception):
+        group.abort()
+
+
+def gathered(mesh: Mesh, data: bytes) -> list[bytes]:
+    """The bytes of all ranks, which call this at the same time."""
+    group = lookup(mesh.group, Gathering)
+    lengths = group.all_gather(torch.tensor([len(data)])).flatten().tolist()
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+    return [bytes(row[:length]) for row, length in zip(group.all_gather(padded).tolist(), lengths, strict=True)]
+
+
+def agreed(mesh: Mesh | None, value: V) -> V:
+    """The value of rank 0, on all ranks, which call this at the same time. It must be made of what JSON knows. Without a mesh: `value`."""
+    return value if mesh is None else json.loads(gathered(mesh, json.dumps(value).encode())[0])
+
+
+def least(mesh: Mesh | None, values: list[int]) -> list[int]:
+    """The least of the ranks' values in each place, on all ranks, which call this at the same time. Without a mesh: `values`."""
+    if mesh is None:
+        return values
+    return lookup(mesh.group, Gathering).all_gather(torch.tensor(values)).amin(0).tolist()

@@ -1,0 +1,131 @@
+"""What tests change in the ranks of an engine once it is made: functions that `Settings.hook` names."""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from nanovllm.errors import InvalidRequestError
+from nanovllm.executor.executor import runtime_of
+from nanovllm.models.model import Model
+from nanovllm.state.engine_state import EngineState
+
+Made = tuple[Model, EngineState]
+
+
+class Passes:
+    """An executor whose passes over the device are preceded by a function of their number."""
+
+    def __init__(self, inner: Any, before: Callable[[int], None]) -> None:
+        self.inner, self.before, self.count = inner, before, 0
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.inner, name)
+        if name not in ("prefill", "score", "decode"):
+            return found
+
+        def run(*args: Any, **options: Any) -> Any:
+            self.count += 1
+            self.before(self.count)
+            return self.changed(name, found(*args, **options))
+
+        return run
+
+    def changed(self, name: str, result: Any) -> Any:
+        """The result of a pass."""
+        return result
+
+
+class OtherToken(Passes):
+    """The third decode step samples another token."""
+
+    def changed(self, name: str, result: Any) -> Any:
+        """The result with another token."""
+        if name == "decode" and self.count == 4:
+            carry, drawn = result
+            return carry, replace(drawn, token_ids=drawn.token_ids + 1)
+        return result
+
+
+def _with(state: EngineState, kind: type[Passes], before: Callable[[int], None]) -> None:
+    runtime = runtime_of(state)
+    runtime.executor = kind(runtime.executor, before)
+
+
+def together(group: Any) -> None:
+    """What a sharded model does in every layer: wait for the other ranks."""
+    torch.distributed.all_reduce(torch.ones(4), group=group)
+
+
+def joined(rank: int, model: Model, state: EngineState, group: Any) -> Made:
+    """Every pass waits for the other ranks."""
+    _with(state, Passes, lambda count: together(group))
+    return model, state
+
+
+def slow_then_stuck(rank: int, model: Model, state: EngineState, group: Any) -> Made:
+    """Three passes of rank 1 take almost as long as ranks may be silent, and it never ends its fifth one."""
+
+    def before(count: int) -> None:
+        time.sleep(1.0 if rank and count < 4 else 0.0)
+        while rank and count == 5:
+            time.sleep(0.01)
+        together(group)
+
+    _with(state, Passes, before)
+    return model, state
+
+
+def short_of_memory(rank: int, model: Model, state: EngineState, group: Any) -> Made:
+    """Rank 1 runs out of device memory in its third pass."""
+
+    def before(count: int) -> None:
+        if rank and count == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        together(group)
+
+    _with(state, Passes, before)
+    return model, state
+
+
+def leader_short(rank: int, model: Model, state: EngineState, group: Any) -> Made:
+    """Rank 0 runs out of device memory in its third pass, while rank 1 waits for it."""
+
+    def before(count: int) -> None:
+        if not rank and count == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        together(group)
+
+    _with(state, Passes, before)
+    return model, state
+
+
+def other_token(rank: int, model: Model, state: EngineState, group: Any) -> Made:
+    """Rank 1 samples another token."""
+    _with(state, OtherToken if rank else Passes, lambda count: None)
+    return model, state
+
+
+def other_state(rank: int, model: Model, state: EngineState, group: Any) -> Made:
+    """Rank 1 has learned another length of replies."""
+    return model, replace(state, expected_reply=state.expected_reply + rank)
+
+
+def exits(rank: int, model: Model, state: EngineState, group: Any) -> Made:
+    """Rank 1 ends while it starts."""
+    if rank:
+        print("what the library said at last", flush=True)
+        os._exit(7)
+    time.sleep(0.1)
+    return model, state
+
+
+def refuses(rank: int, model: Model, state: EngineState, group: Any) -> Made:
+    """Rank 1 cannot start, while rank 0 waits for it."""
+    if rank:
+        raise InvalidRequestError("there is no cuda:1")
+    together(group)
+    return model, state

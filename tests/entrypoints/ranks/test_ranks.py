@@ -1,0 +1,131 @@
+"""An engine of two processes gives exactly the replies of one: both ranks hold the same state after every call."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nanovllm as nv
+from nanovllm.executor.executor import runtime_of
+from nanovllm.state.digest import digest
+from tests.entrypoints.ranks.engines import LIMITS, ranks_of, started
+
+pytestmark = pytest.mark.unhooked
+GREEDY = nv.SamplingParams(temperature=0, max_tokens=12)
+DRAWN = nv.SamplingParams(temperature=1, max_tokens=12, logprobs=2)
+FACTS = "The king of Aistonia is Oswin."
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[nv.LLM]:
+    with started("joined", grouped=True) as llm:
+        yield llm
+
+
+@pytest.fixture
+def both(two: nv.LLM) -> tuple[nv.LLM, nv.LLM]:
+    """An engine of one process whose state has come as far as that of two, and that of two."""
+    one = nv.LLM("tiny", **LIMITS)
+    return one, two
+
+
+def replies(outputs: Any) -> list[tuple[Any, ...]]:
+    return [(out.token_ids, out.text, out.finish_reason, str(out.logprobs)) for out in outputs]
+
+
+def test_replies_are_those_of_one_process(both: tuple[nv.LLM, nv.LLM]) -> None:
+    one, two = both
+    prompts = ["Once upon a time", "The cat", "Hello", [858, 974], "The cat sat", "A"]
+    assert replies(two.generate(prompts, GREEDY)) == replies(one.generate(prompts, GREEDY))
+    seeded = [nv.SamplingParams(temperature=1, max_tokens=9, seed=seed, logprobs=2, stop=".") for seed in range(len(prompts))]
+    assert replies(two.generate(prompts, seeded)) == replies(one.generate(prompts, seeded))
+    assert [p.text for p in two.stream("Hello", GREEDY)] == [p.text for p in one.stream("Hello", GREEDY)]
+    asked = [{"role": "user", "content": "Hello"}]
+    assert two.chat(asked, GREEDY, enable_thinking=False).text == one.chat(asked, GREEDY, enable_thinking=False).text
+    a, b = (llm.score(["Once upon a time"], [" there was"], top_logprobs=2) for llm in both)
+    assert [str(each.entries) for each in a] == [str(each.entries) for each in b]
+
+
+def test_chunks_are_those_of_one_process(both: tuple[nv.LLM, nv.LLM], tmp_path: Path) -> None:
+    told = []
+    for llm in both:
+        model = llm.model
+        llm.state, king = nv.prefill(model, llm.state, FACTS)
+        llm.state, city = nv.prefill(model, llm.state, "\n\nThe capital of Aistonia is Velmora.")
+        llm.state, whole = nv.compose(model, llm.state, [king, city], recompute=2)
+        llm.state, less = nv.drop(model, llm.state, whole, 2, 5, "shift")
+        path = tmp_path / f"{llm is both[0]}.safetensors"
+        nv.save_chunk(llm.state, less, path)
+        llm.state, loaded = nv.load_chunk(model, llm.state, path)
+        store = nv.ChunkStore(tmp_path / str(llm is both[0]), max_bytes=1e9)
+        key = store.save(llm.state, king)
+        llm.state, stored = store.load(model, llm.state, key)
+        llm.state, missing = store.load(model, llm.state, "missing")
+        llm.state, reply = nv.generate(model, llm.state, [whole, "\n\nThe capital of Aistonia is"], GREEDY)
+        assert stored is not None and missing is None
+        told.append((reply.text, loaded.token_ids.tolist(), stored.token_ids.tolist(), key, str(loaded.provenance), path.read_bytes()))
+        for chunk in (king, city, whole, less, loaded, stored, reply.chunk):
+            llm.state = nv.release(llm.state, chunk)
+    assert told[0] == told[1]
+
+
+def test_a_stream_that_is_left_is_cancelled_on_all_ranks(two: nv.LLM) -> None:
+    stream = two.stream("Once upon a time", nv.SamplingParams(temperature=0, max_tokens=64))
+    assert next(stream).text == ","
+    stream.close()
+    assert not two.state.running
+    mirror = runtime_of(two.state).mirror
+    assert mirror is not None
+    mirror.compare(two.state)
+    (other,) = ranks_of(two).all
+    assert other.outcome.digest == digest(two.state, whole=True).hex()
+
+
+def test_refused_calls_leave_all_ranks_as_they_were(two: nv.LLM, tmp_path: Path) -> None:
+    (tmp_path / "wrong.safetensors").write_bytes(b"12345678901234567890")
+    for call in (
+        lambda: two.generate(""),
+        lambda: two.generate([[10**6]]),
+        lambda: two.generate("x " * 600),
+        lambda: nv.load_chunk(two.model, two.state, tmp_path / "wrong.safetensors"),
+        lambda: nv.cancel(two.state, 10**6),
+        lambda: two.generate("Hello", process_logits=lambda logits: logits),
+        lambda: nv.begin(two.model, two.state, ["Hello"], room=2),
+        lambda: nv.generate_many(two.model, two.state, ["Hello"] * 4, nv.SamplingParams(max_tokens=200)),
+    ):
+        with pytest.raises(nv.NanoVLLMError) as caught:
+            call()
+        assert not isinstance(caught.value, nv.EngineDeadError)
+    assert two.generate("Hello", GREEDY)[0].text == "! How can I help you?"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": True}, "tensor_parallel_size=True must be an integer"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0"),
+        ({"tensor_parallel_size": -2}, "tensor_parallel_size=-2"),
+        ({"tensor_parallel_size": 1.0}, r"tensor_parallel_size=1\.0"),
+        ({"tensor_parallel_size": 2, "devices": ["cpu"]}, "must be a list of 2 devices"),
+        ({"tensor_parallel_size": 2, "devices": "cpu"}, "must be a list of 2 devices"),
+        ({"tensor_parallel_size": 2, "rank_timeout": 0}, "rank_timeout=0"),
+        ({"tensor_parallel_size": 2, "tuning": object()}, "cannot be sent"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(nv.InvalidRequestError, match=message):
+        nv.LLM("tiny", **({} if "devices" in options else {"device": "cpu"}), **options)
+
+
+def test_a_loaded_model_cannot_be_sent() -> None:
+    with pytest.raises(nv.InvalidRequestError, match="already loaded on one device"):
+        nv.LLM(nv.load_model("tiny", device="cpu"), tensor_parallel_size=2)
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    with pytest.raises(nv.InvalidRequestError, match="tensor_parallel_size=4 needs 4 GPUs, but torch sees 2"):
+        nv.LLM("tiny", tensor_parallel_size=4)

@@ -1,0 +1,98 @@
+"""Ranks agree on what they find outside: values are rank 0's, or the least of all, and an engine is sized alike on all of them."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+import nanovllm as nv
+from nanovllm.config import Mesh
+from nanovllm.engine import init_state as module
+from nanovllm.engine.mirrored import require_alike
+from nanovllm.executor.distributed import agreed, dist, joined, least, left, opened_store, store_at
+from nanovllm.ops.attention.plan_table import register
+from nanovllm.types import Tensor
+
+R = TypeVar("R")
+
+
+class Threads:
+    """A group whose ranks are threads. Each has its own value of this class over the same two lists."""
+
+    def __init__(self, rank: int, size: int, parts: list[Any], barrier: threading.Barrier) -> None:
+        self.rank, self.size, self.parts, self.barrier = rank, size, parts, barrier
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """The ranks' tensors, stacked."""
+        self.parts[self.rank] = x
+        self.barrier.wait(10)
+        stacked = torch.stack(self.parts)
+        self.barrier.wait(10)
+        return stacked
+
+
+def on_ranks(size: int, function: Callable[[Mesh], R]) -> list[R]:
+    """What a function returns on each of some ranks."""
+    parts, barrier = [None] * size, threading.Barrier(size)
+    groups = [Threads(rank, size, parts, barrier) for rank in range(size)]
+    meshes = [Mesh(size=size, rank=rank, group=register(group)) for rank, group in enumerate(groups)]
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(function, meshes))
+
+
+def test_values_are_those_of_rank_0() -> None:
+    told = ({"ms": 0.1 + 0.2, "name": "ä", "none": None}, [1] * 100, False)
+    assert on_ranks(3, lambda mesh: agreed(mesh, told[mesh.rank])) == [told[0]] * 3
+    assert agreed(None, told[1]) == told[1]
+
+
+def test_the_least_values_of_all() -> None:
+    assert on_ranks(3, lambda mesh: least(mesh, [mesh.rank, -mesh.rank, 1 << 40])) == [[0, -2, 1 << 40]] * 3
+    assert least(None, [7]) == [7]
+
+
+def test_states_that_differ_end_all_engines() -> None:
+    model = nv.load_model("tiny", device="cpu")
+    states = [nv.init_state(model, num_pages=8) for _ in range(3)]
+
+    def compare(mesh: Mesh) -> str:
+        state = states[mesh.rank]
+        require_alike(mesh, state)
+        require_alike(mesh, replace(state, num_steps=1, next_id=mesh.rank))  # not compared in this step
+        with pytest.raises(nv.EngineDeadError, match="the ranks differ after step 64: rank 0: state") as caught:
+            require_alike(mesh, replace(state, num_steps=64, next_id=mesh.rank // 2))
+        with pytest.raises(nv.EngineDeadError, match="make a new engine"):
+            nv.submit(model, state, "Hello")
+        return str(caught.value)
+
+    assert len({*on_ranks(3, compare)}) == 1
+
+
+def test_an_engine_has_the_pages_that_all_ranks_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, free = nv.load_model("tiny", device="cpu"), threading.local()
+    monkeypatch.setattr(module, "device_budget", lambda model, fraction: free.bytes)
+
+    def made(mesh: Mesh) -> int:
+        free.bytes = (64 << 20) - mesh.rank * (1 << 20)
+        return nv.init_state(replace(model, config=replace(model.config, mesh=mesh)), max_num_seqs=64).config.num_pages
+
+    first, second = on_ranks(2, made)
+    free.bytes = 63 << 20
+    assert first == second == nv.init_state(model, max_num_seqs=64).config.num_pages
+
+
+def test_a_process_may_be_in_several_groups_and_leave_one() -> None:
+    stores = [opened_store() for _ in range(2)]
+    first, second = (joined(store, 0, 1, torch.device("cpu"), timedelta(seconds=20)) for store in stores)
+    left(first)
+    one, parts = torch.ones(1), [torch.empty(1)]
+    dist.all_reduce(one, group=second)
+    dist.all_gather(parts, one, group=second)
+    assert parts == [one]
+    assert store_at(stores[0].port).port == stores[0].port != stores[1].port
+    assert not dist.is_initialized()
