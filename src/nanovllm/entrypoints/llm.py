@@ -164,8 +164,10 @@ class LLM:
             loading = {"dtype": dtype, "max_model_len": max_model_len, **where}
             self.model, self._state = start(settings_of(model, ranks, loading, limits, rank_timeout))
         else:
-            place = device if devices is None else devices[0]
-            self.model = model if isinstance(model, Model) else load_model(model, place, dtype, max_model_len=max_model_len, **where)
+            if not isinstance(model, Model):
+                place = device if devices is None else devices[0]
+                model = load_model(model, place, dtype, max_model_len=max_model_len, **where)
+            self.model = model
             self._state = init_state(self.model, **limits)
 
     def __repr__(self) -> str:

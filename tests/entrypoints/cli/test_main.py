@@ -183,7 +183,7 @@ def test_options_of_the_model_reach_the_loader(command, text, monkeypatch):
 
 def test_options_of_a_chat_reach_it(monkeypatch):
     runs = []
-    monkeypatch.setattr(chat, "load", lambda _: MODEL)
+    monkeypatch.setattr(loading, "load", lambda _: MODEL)
     monkeypatch.setattr(chat, "run", lambda model, state, params, **options: runs.append((state.config.max_model_len, options)) or 0)
     flags = ["--system", "Be brief.", "--no-think", "--retain", "gap", "--max-model-len", "100"]
     assert cli.main(["chat", *flags]) == cli.main(["chat"]) == 0
