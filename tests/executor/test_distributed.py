@@ -2,10 +2,9 @@
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 import torch
@@ -15,34 +14,15 @@ from nanovllm.config import Mesh
 from nanovllm.engine import init_state as module
 from nanovllm.engine.mirrored import require_alike
 from nanovllm.executor.distributed import agreed, dist, joined, least, left, opened_store, store_at
-from nanovllm.ops.attention.plan_table import register
-from nanovllm.types import Tensor
+from nanovllm.ops.distributed.in_process import run_ranks
+from nanovllm.ops.distributed.process_group import mesh_of
 
 R = TypeVar("R")
 
 
-class Threads:
-    """A group whose ranks are threads. Each has its own value of this class over the same two lists."""
-
-    def __init__(self, rank: int, size: int, parts: list[Any], barrier: threading.Barrier) -> None:
-        self.rank, self.size, self.parts, self.barrier = rank, size, parts, barrier
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        """The ranks' tensors, stacked."""
-        self.parts[self.rank] = x
-        self.barrier.wait(10)
-        stacked = torch.stack(self.parts)
-        self.barrier.wait(10)
-        return stacked
-
-
 def on_ranks(size: int, function: Callable[[Mesh], R]) -> list[R]:
     """What a function returns on each of some ranks."""
-    parts, barrier = [None] * size, threading.Barrier(size)
-    groups = [Threads(rank, size, parts, barrier) for rank in range(size)]
-    meshes = [Mesh(size=size, rank=rank, group=register(group)) for rank, group in enumerate(groups)]
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(function, meshes))
+    return run_ranks(function, size, seconds=10)
 
 
 def test_values_are_those_of_rank_0() -> None:
@@ -89,7 +69,7 @@ def test_an_engine_has_the_pages_that_all_ranks_can_hold(monkeypatch: pytest.Mon
 def test_a_process_may_be_in_several_groups_and_leave_one() -> None:
     stores = [opened_store() for _ in range(2)]
     first, second = (joined(store, 0, 1, torch.device("cpu"), timedelta(seconds=20)) for store in stores)
-    left(first)
+    left(mesh_of(first, torch.device("cpu")))
     one, parts = torch.ones(1), [torch.empty(1)]
     dist.all_reduce(one, group=second)
     dist.all_gather(parts, one, group=second)

@@ -41,6 +41,12 @@ def mirrored(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+def calling_mesh(state: EngineState) -> Mesh | None:
+    """The mesh of ranks whose programs make this call themselves. None without one, and if other ranks only repeat calls."""
+    mirror = state.runtime.mirror if isinstance(state.runtime, Runtime) else None
+    return None if mirror is not None else state.runtime.lease.model.mesh
+
+
 def require_alike(mesh: Mesh | None, state: EngineState) -> None:
     """Compare the states of ranks whose programs call the engine themselves, every `COMPARED` steps. Rank 0 compares those of its mirror.
 

@@ -4,30 +4,20 @@ A rank is a process with a part of the model. All ranks make the same calls, so 
 """
 
 import json
-from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed
 
 from nanovllm.config import Mesh
 from nanovllm.ops.attention.plan_table import lookup
-from nanovllm.types import Tensor
+from nanovllm.ops.distributed.group import Group
 
 V = TypeVar("V")
 dist: Any = torch.distributed  # its types hide what groups are made of
 HOST = "127.0.0.1"
 NAME = "nanovllm"
-
-
-@runtime_checkable
-class Gathering(Protocol):
-    """The part of a group of ranks that agreements need. It gathers tensors on the CPU, too."""
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        """The ranks' tensors, stacked."""
-        ...
 
 
 def opened_store() -> Any:
@@ -73,15 +63,14 @@ def joined(store: Any, rank: int, size: int, device: torch.device, timeout: time
     return group
 
 
-def left(group: Any) -> None:
-    """Give up a group whose other ranks may be gone: operations that wait for them raise."""
-    with suppress(Exception):
-        group.abort()
+def left(mesh: Mesh) -> None:
+    """Give up the other ranks, which may be gone: operations that wait for them raise."""
+    lookup(mesh.group, Group).give_up()
 
 
 def gathered(mesh: Mesh, data: bytes) -> list[bytes]:
     """The bytes of all ranks, which call this at the same time."""
-    group = lookup(mesh.group, Gathering)
+    group = lookup(mesh.group, Group)
     lengths = group.all_gather(torch.tensor([len(data)])).flatten().tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
@@ -97,4 +86,4 @@ def least(mesh: Mesh | None, values: list[int]) -> list[int]:
     """The least of the ranks' values in each place, on all ranks, which call this at the same time. Without a mesh: `values`."""
     if mesh is None:
         return values
-    return lookup(mesh.group, Gathering).all_gather(torch.tensor(values)).amin(0).tolist()
+    return lookup(mesh.group, Group).all_gather(torch.tensor(values)).amin(0).tolist()

@@ -73,12 +73,10 @@ def save_chunk(state: EngineState, chunk: Chunk, path: str | os.PathLike[str]) -
     state, target = enter(state), as_path(path)
     require_live(state, chunk)
     mesh = state.runtime.lease.model.mesh
-    if mesh is not None and mesh.rank:  # rank 0 writes the heads of all
-        gatherer(state, chunk)
-        return
     with writing(target), temporary(target.parent) as (fd, made):
         write(state, chunk, fd)
-        put(made, target)
+        if mesh is None or not mesh.rank:  # the files of all ranks are the same
+            put(made, target)
 
 
 @torch.no_grad()
@@ -192,6 +190,40 @@ def write(state: EngineState, chunk: Chunk, fd: int) -> Head:
 
 def gatherer(state: EngineState, chunk: Chunk) -> Callable[[int, Tensor], None]:
     """A function that copies rows of a chunk into host memory, as `blocks.write_file` takes it. It is valid as long as the state is."""
+    if state.runtime.lease.model.mesh is None:
+        return _own_rows(state, chunk)
+
+    def gather(first: int, out: Tensor) -> None:
+        out.copy_(gather_rows(state, chunk, first, len(out))[1])
+
+    return gather
+
+
+@mirrored
+def gather_rows(state: EngineState, chunk: Chunk, first: int, count: int) -> tuple[EngineState, Tensor]:
+    """Rows of a chunk with the heads of all ranks, which call this at the same time. It does not donate `state`.
+
+    Args:
+        state: The newest state of the engine.
+        chunk: The chunk.
+        first: The first row.
+        count: The number of rows.
+
+    Returns:
+        `state`, and the rows in host memory, uint8 `[count, bytes]`.
+    """
+    require_live(enter(state), chunk)
+    like, key = state.kv.pools[0], state.runtime.lease.model
+    _, _, _, heads, _, width = like.shape
+    own = torch.empty((count, 2 * heads * width * like.itemsize), dtype=torch.uint8)
+    _own_rows(state, chunk)(first, own)
+    if like.is_cuda:
+        torch.cuda.current_stream(like.device).synchronize()
+    return state, own if key.mesh is None else all_heads(own.view(count, 2, heads, -1), key.mesh, key.kv_copies, like.device)
+
+
+def _own_rows(state: EngineState, chunk: Chunk) -> Callable[[int, Tensor], None]:
+    """As `gatherer`, with the heads of this rank."""
     page_ids, frames = chunk.pages.array(), state.pool.frames
     like = state.kv.pools[0]
     whole = not in_fp8(like) and like.shape[-1] * like.itemsize % 8 == 0  # copying the same bytes as int64 is several times as fast
@@ -208,15 +240,7 @@ def gatherer(state: EngineState, chunk: Chunk) -> Callable[[int, Tensor], None]:
         _, _, heads, _, dim = by_layer[0][0].shape
         _gather(by_layer, len(chunk), first, out.view(by_layer[0][0].dtype).view(-1, 2, heads, dim))
 
-    key = state.runtime.lease.model
-    if key.mesh is None:
-        return gather
-    _, _, _, heads, _, width = like.shape
-    own = torch.empty((len(by_layer) * len(chunk), 2 * heads * width * like.itemsize), dtype=torch.uint8)
-    gather(0, own)
-    if like.is_cuda:
-        torch.cuda.current_stream(like.device).synchronize()
-    return all_heads(own.view(len(own), 2, heads, -1), key.mesh, key.kv_copies, like.device)
+    return gather
 
 
 def head_of(state: EngineState, chunk: Chunk) -> Head:

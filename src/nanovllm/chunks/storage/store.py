@@ -25,8 +25,10 @@ from nanovllm.chunks.storage.format import Head
 from nanovllm.chunks.storage.store_index import KEYS, Entry, entry_of, read_index, write_index
 from nanovllm.config import require_known_kv_dtype
 from nanovllm.engine.donation import enter, enter_with, require_live, require_model
+from nanovllm.engine.mirrored import calling_mesh
 from nanovllm.engine.prompt import encode, token_array
 from nanovllm.errors import ChunkFileError, InvalidRequestError, OutOfPagesError
+from nanovllm.executor.distributed import agreed
 from nanovllm.files import as_path, delete_abandoned, open_file, put, temporary
 from nanovllm.models.model import Model
 from nanovllm.ops.kv_cache.fp8 import FP8
@@ -123,7 +125,7 @@ class ChunkStore:
         if head.num_bytes > self.max_bytes:
             raise InvalidRequestError(f"the chunk takes {head.num_bytes} bytes on disk; this store holds at most {self.max_bytes}")
         name = _key(head) if key is None else key
-        if key is None and chunk.provenance.exact and self._whole(name, head):
+        if key is None and chunk.provenance.exact and agreed(calling_mesh(state), self._whole(name, head)):
             self._touch(name)
             return name
         with chunk_file.writing(self.folder), temporary(self.folder) as (fd, made):

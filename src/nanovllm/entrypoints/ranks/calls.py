@@ -9,7 +9,7 @@ from nanovllm.chunks.generate import generate, generate_many
 from nanovllm.chunks.handles import detach, fork, release, truncate
 from nanovllm.chunks.prefill import prefill
 from nanovllm.chunks.score import score
-from nanovllm.chunks.storage.file import load
+from nanovllm.chunks.storage.file import gather_rows, load
 from nanovllm.engine.donation import model_key
 from nanovllm.engine.requests import cancel, submit, submit_many
 from nanovllm.engine.step import step
@@ -25,7 +25,7 @@ CALLS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         function.__name__: function
         for function in (
             submit, submit_many, cancel, step, prefill, generate, generate_many, fork, truncate, release, detach, compose, drop, score,
-            load, answer_of,
+            load, gather_rows, answer_of,
         )
     }
 )  # fmt: skip
@@ -74,7 +74,7 @@ def called(model: Model, state: EngineState, data: bytes, files: list[int]) -> t
     return result if isinstance(result, tuple) else (result, None)
 
 
-STATE_ALONE = frozenset(("cancel", "fork", "truncate", "release"))
+STATE_ALONE = frozenset(("cancel", "fork", "truncate", "release", "gather_rows"))
 
 
 def _chunks(value: Any) -> list[Chunk]:

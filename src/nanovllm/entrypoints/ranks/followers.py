@@ -11,9 +11,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import IO, Any
+from typing import IO
 
 import nanovllm.errors
+from nanovllm.config import Mesh
 from nanovllm.entrypoints.ranks.beats import Beats
 from nanovllm.entrypoints.ranks.channel import Kind, Outcome, receive, send
 from nanovllm.entrypoints.ranks.settings import Settings
@@ -90,7 +91,7 @@ class Followers:
         self.settings, size = settings, len(settings.devices)
         self.dead: str | None = None
         self.refusal: NanoVLLMError | None = None
-        self.group: Any = None
+        self.mesh: Mesh | None = None
         self.lease: Lease | None = None
         self.number, self.busy, self.ready, self.closing = 0, False, False, False
         self.beats, self.changed = Beats(size), threading.Condition()
@@ -160,8 +161,8 @@ class Followers:
             for one in self.all:
                 one.process.kill()
             self.changed.notify_all()
-        if self.group is not None:
-            left(self.group)
+        if self.mesh is not None:
+            left(self.mesh)
 
     def close(self) -> None:
         """End all ranks but this one."""

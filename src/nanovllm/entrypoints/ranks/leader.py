@@ -130,7 +130,7 @@ def start(settings: Settings) -> tuple[Model, EngineState]:
             raise died(followers.dead or f"rank {late[0].rank} has not started in {STARTING:g} seconds")
         store = opened_store() if settings.grouped else None
         followers.broadcast(Kind.GO, b"" if store is None else str(store.port).encode())
-        model, state = build(settings, 0, store, lambda group: setattr(followers, "group", group))
+        model, state = build(settings, 0, store, lambda mesh: setattr(followers, "mesh", mesh))
         followers.lease = state.runtime.lease
         own = Outcome(number=0, digest=begun(state, whole=settings.whole))
         if any(one.digest != own.digest for one in followers.outcomes(0, STARTING)):

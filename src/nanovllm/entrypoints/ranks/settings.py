@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from nanovllm.config import Mesh
 from nanovllm.engine.init_state import init_state
 from nanovllm.engine.mirrored import COMPARED
 from nanovllm.errors import InvalidRequestError
@@ -19,6 +20,7 @@ from nanovllm.executor.distributed import joined
 from nanovllm.loading.hub import resolve_folder
 from nanovllm.loading.load_model import load_model, resolve_device
 from nanovllm.models.model import Model
+from nanovllm.ops.distributed.process_group import mesh_of
 from nanovllm.state.digest import SIZE, digest
 from nanovllm.state.engine_state import EngineState
 
@@ -37,7 +39,7 @@ class Settings:
         rank_timeout: Seconds after which a rank that does not answer counts as dead.
         compared: Steps between two comparisons of the ranks' states.
         whole: Whether their digests are those of `digest(whole=True)`.
-        grouped: Whether the ranks join a process group.
+        grouped: Whether the ranks join a process group and share the model. Otherwise each has the whole model, for tests.
         threads: The threads of torch.
         hook: A function of the rank, its model, its state and its process group, that returns a model and a state, as `module:name`.
     """
@@ -49,7 +51,7 @@ class Settings:
     rank_timeout: float = 60.0
     compared: int = COMPARED
     whole: bool = False
-    grouped: bool = False
+    grouped: bool = True
     threads: int = 1
     hook: str | None = None
 
@@ -64,22 +66,25 @@ class Settings:
         return Settings(**{**given, "devices": tuple(given["devices"])})
 
 
-def build(settings: Settings, rank: int, store: Any, joins: Callable[[Any], None]) -> tuple[Model, EngineState]:
+def build(settings: Settings, rank: int, store: Any, joins: Callable[[Mesh], None]) -> tuple[Model, EngineState]:
     """The model and the engine of one rank. All ranks call this at the same time.
 
     Args:
         settings: The settings.
         rank: The number of this rank.
         store: Where the ranks meet to join a process group; None: they join none.
-        joins: Is told the group.
+        joins: Is told the mesh.
     """
-    device, size, group = torch.device(settings.devices[rank]), len(settings.devices), None
+    device, size = torch.device(settings.devices[rank]), len(settings.devices)
+    group: Any = None
+    mesh: Mesh | None = None
     torch.set_num_threads(settings.threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if store is not None:
-        joins(group := joined(store, rank, size, device, timedelta(seconds=settings.rank_timeout)))
-    model = load_model(settings.model, device, **settings.loading)
+        group = joined(store, rank, size, device, timedelta(seconds=settings.rank_timeout))
+        joins(mesh := mesh_of(group, device))
+    model = load_model(settings.model, device, **settings.loading, mesh=mesh)
     state = init_state(model, **settings.limits)
     if settings.hook is not None:
         module, name = settings.hook.split(":")

@@ -6,7 +6,7 @@ GPUs' memory directly, which take half the time of NCCL; NCCL sums the others. N
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -102,9 +102,11 @@ class ProcessGroup:
             raise EngineDeadError(f"rank {self.rank} of {self.size} has waited in vain for another rank, which is gone or stands still")
 
     def give_up(self) -> None:
-        """End all waits for other ranks on the device, now and later. Any thread may call this when it finds that a rank has gone."""
+        """End all waits for other ranks, now and later. Any thread may call this when it finds that a rank has gone."""
         if self._shared is not None:
             self._shared.failed.numpy()[0] = 1
+        with suppress(Exception):  # of a group that has given up before
+            self._group.abort()  # pyright: ignore[reportAttributeAccessIssue]
 
     def _fits(self, x: Tensor, most: int) -> bool:
         floats = x.dtype in (torch.bfloat16, torch.float16, torch.float32)
@@ -162,8 +164,13 @@ def make_mesh(device: torch.device | str | None = None) -> Mesh:
         dist.init_process_group(backend, timeout=timedelta(minutes=MINUTES), **own)
     world = dist.group.WORLD
     assert world is not None
-    group = ProcessGroup(world, where)
-    return Mesh(size=group.size, rank=group.rank, group=register(group), owner=group)
+    return mesh_of(world, where)
+
+
+def mesh_of(group: dist.ProcessGroup, device: torch.device) -> Mesh:
+    """The mesh of a process that has joined a group. All ranks call this at the same time."""
+    one = ProcessGroup(group, device)
+    return Mesh(size=one.size, rank=one.rank, group=register(one), owner=one)
 
 
 def _device(device: torch.device | str | None) -> torch.device:
