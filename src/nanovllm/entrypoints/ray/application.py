@@ -71,6 +71,7 @@ def build_app(
     size = {} if "autoscaling_config" in given else {"num_replicas": num_replicas}
     seqs = options.get("max_num_seqs") or MAX_NUM_SEQS
     waits: dict[str, Any] = {"max_ongoing_requests": seqs + max(1, seqs // 4), "health_check_period_s": HEALTH_SECONDS}
+    waits["graceful_shutdown_timeout_s"] = settings.shutdown_seconds
     router = RequestRouterConfig(request_router_class=ROUTER, request_router_kwargs={"bound": bound})
     how: Any = {"ray_actor_options": actor, **size, **waits, "request_router_config": router, **given}
     replicas: Any = serve.deployment(Replica, **how)
