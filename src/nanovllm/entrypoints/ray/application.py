@@ -72,8 +72,8 @@ def build_app(
     seqs = options.get("max_num_seqs") or MAX_NUM_SEQS
     waits: dict[str, Any] = {"max_ongoing_requests": seqs + max(1, seqs // 4), "health_check_period_s": HEALTH_SECONDS}
     waits["graceful_shutdown_timeout_s"] = settings.shutdown_seconds
-    router = RequestRouterConfig(request_router_class=ROUTER, request_router_kwargs={"bound": bound})
-    how: Any = {"ray_actor_options": actor, **size, **waits, "request_router_config": router, **given}
+    routed: Any = {"request_router_class": ROUTER, "request_router_kwargs": {"bound": bound}}
+    how: Any = {"ray_actor_options": actor, **size, **waits, "request_router_config": RequestRouterConfig(**routed), **given}
     replicas: Any = serve.deployment(Replica, **how)
     front: Any = {"num_replicas": num_ingresses, "max_ongoing_requests": 1 << 14, "ray_actor_options": {"num_cpus": 0}}
     ingress: Any = serve.deployment(Ingress, **front)

@@ -15,9 +15,9 @@ from nanovllm.state.request import RequestOutput
 class BatchGenerator:
     """Generates replies to the rows of batches.
 
-    It works without Ray, too: it is a function from columns to columns. Several threads may call it, and their rows run together. Ray does so
-    with `compute=ActorPoolStrategy(size=n, max_concurrent_calls_per_actor=2, enable_true_multi_threading=True)`. The engine then has the
-    rows of the next batch while the last ones of a batch end.
+    It works without Ray, too: it is a function from columns to columns. Several threads may call it, and their rows run together. With
+    `compute=ActorPoolStrategy(size=n, max_concurrent_calls_per_actor=2, enable_true_multi_threading=True)` Ray has two threads that do so.
+    The engine then has the rows of the next batch while the last ones of a batch end.
 
     References:
         https://docs.ray.io/en/latest/data/transforming-data.html#stateful-transforms
@@ -71,8 +71,8 @@ class BatchGenerator:
             batch: Columns by name, as lists or arrays.
 
         Returns:
-            The same columns and four more: `reply`, a text; `reply_token_ids`; `finish_reason`, which is `"error"` for a row that failed; and
-            `error`, which is None for the others. A row that fails does not keep the others from running.
+            The same columns and four more: `reply`, a text; `reply_token_ids`; `finish_reason`, which is `"error"` for a row that failed;
+            and `error`, which is None for the others. A row that fails does not keep the others from running.
 
         Raises:
             InvalidRequestError: A column is missing, or has the name of a result.

@@ -17,7 +17,7 @@ from nanovllm.errors import InvalidRequestError
 from nanovllm.files import delete_abandoned, write_whole
 
 JSONL, PARQUET = FORMATS = (".jsonl", ".parquet")
-PLAN = "plan.json"
+PLAN = "_plan.json"  # readers of a folder of Parquet files leave out such names
 FOOTER = 1 << 16  # bytes at the end of a Parquet file, where it says what it has
 SHOWN = 200  # characters of a line that is no row
 
@@ -155,7 +155,9 @@ def begin(folder: Path, plan: Plan) -> list[Unit]:
             for name, value in json.loads(told).items():
                 _require_same(folder, before.get(name, {}), value)
         elif left := [path.name for path in folder.iterdir() if not path.name.startswith(".")]:
-            raise InvalidRequestError(f"{folder} has {left[0]!r} and no {PLAN}: give a folder that is empty or has the output of this input")
+            raise InvalidRequestError(
+                f"{folder} has {left[0]!r} and no {PLAN}: give a folder that is empty or has the output of this input"
+            )
         else:
             write_whole(folder / PLAN, told.encode())
     except (OSError, json.JSONDecodeError, AttributeError) as error:

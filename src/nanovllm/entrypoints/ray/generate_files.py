@@ -16,7 +16,8 @@ from nanovllm.sampling.params import SamplingParams
 
 UNIT_ROWS = 256
 AT_ONCE = 2  # units that one engine has, so that it is not idle while the last rows of one of them end
-BLOCKS_PER_ENGINE = 64  # blocks of units that Ray hands out: few enough to keep, and enough to divide the work evenly
+PER_BLOCK = 16  # units that Ray hands out together, at most: so many are told of at once
+EVEN = 64  # blocks of each engine, at least, if there are so many units: the work is divided evenly
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +75,9 @@ def generate_files(
 ) -> Summary:
     """Generate replies to all rows of files, by several engines on Ray.
 
-    The results of `unit_rows` rows become a file `part-*` in the output folder, once all of them have ended. Parts have the rows of the input
-    in their order, with the columns that `BatchGenerator` adds. If the run is stopped, the same call goes on with the rows that are in no
-    part: none is answered twice in the output, and none is lost. If an engine dies, Ray starts another one, which runs its units again.
+    The results of `unit_rows` rows become a file `part-*` in the output folder, once all of them have ended. Parts have the rows of the
+    input in their order, with the columns that `BatchGenerator` adds. If the run is stopped, the same call goes on with the rows that are
+    in no part: none is in the output twice, and none is lost. If an engine dies, Ray starts another one, which runs its units again.
 
     Args:
         inputs: A file, a folder or a list of them: JSON lines (`.jsonl`) or Parquet (`.parquet`). All machines must see them.
@@ -97,11 +98,17 @@ def generate_files(
         How many rows there are.
 
     Raises:
-        InvalidRequestError: Ray is not installed, an argument is invalid, or the folder has the output of another input or of other options.
-        ray.exceptions.RayError: An engine could not be made, or has failed. What is in parts stays.
+        InvalidRequestError: Ray is not installed, an argument is invalid, or the folder has the output of another input or other options.
+        ray.exceptions.RayError: An engine could not be made, or has failed. The parts stay.
 
     References:
         https://docs.ray.io/en/latest/data/batch_inference.html
+
+    Examples:
+        >>> _ = Path("in.jsonl").write_text('{"prompt": "The cat"}\\n{"prompt": "Once upon a time"}\\n')
+        >>> greedy = SamplingParams(temperature=0, max_tokens=8, stop=".")
+        >>> generate_files("in.jsonl", "out", sampling=greedy, concurrency=2, device="cpu", num_pages=64)  # doctest: +SKIP
+        Summary(num_rows=2, num_before=0, num_failed=0)
     """
     require_ray("pyarrow", "pandas")
     import ray.data
@@ -135,7 +142,8 @@ def generate_files(
             engines = ray.data.ActorPoolStrategy(
                 size=min(concurrency, len(todo)), max_concurrent_calls_per_actor=AT_ONCE, enable_true_multi_threading=True
             )
-            done = ray.data.from_items(items, override_num_blocks=min(len(items), BLOCKS_PER_ENGINE * concurrency)).map_batches(
+            blocks = min(len(items), max(EVEN * concurrency, len(items) // PER_BLOCK))
+            done = ray.data.from_items(items, override_num_blocks=blocks).map_batches(
                 UnitWorker,
                 batch_size=1,
                 compute=engines,

@@ -1,6 +1,7 @@
 """The package's server inside of another process: its routes without sockets for clients, and its engine in a thread."""
 
 import asyncio
+import logging
 import socket
 import tempfile
 import threading
@@ -23,6 +24,7 @@ from nanovllm.entrypoints.server.settings import Settings
 from nanovllm.errors import EngineDeadError
 from nanovllm.sampling.compiled_grammar import prepare_grammars
 
+log = logging.getLogger("nanovllm.server")
 TICK_SECONDS = 1.0
 MOST_UNREAD = 64  # messages that wait for a reader of an answer, who then gets them as one piece
 Headers = tuple[tuple[bytes, bytes], ...]
@@ -183,18 +185,28 @@ class LocalServer:
     def _run(self, device: torch.device) -> None:
         if device.type == "cuda":  # a thread begins with the first GPU
             torch.cuda.set_device(device)
-        self._loop.run()
+        try:
+            self._loop.run()
+        except Exception:  # all who wait were told
+            log.exception("the engine has failed")
 
     async def _connected(self) -> None:
         """Connect this event loop to the engine, once."""
         if not self._tasks:
             self._tasks = [
-                asyncio.create_task(self._server.engine.keep_connected(self._path)),
+                asyncio.create_task(self._keep_connected()),
                 asyncio.create_task(self._tick()),
             ]
         if self.alive and self._server.engine.hello is None:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._server.engine.greeted.wait(), TICK_SECONDS)
+
+    async def _keep_connected(self) -> None:
+        """Be connected to the engine until the event loop ends."""
+        try:
+            await self._server.engine.keep_connected(self._path)
+        finally:
+            self._server.engine.close()
 
     async def _tick(self) -> None:
         """Keep silent streams open."""

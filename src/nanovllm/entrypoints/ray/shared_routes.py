@@ -34,7 +34,9 @@ def require_shared(path: str, size: int, fields: Mapping[str, Any], limits: Limi
         raise ApiError(413, f"a body may have {limits.body_bytes} bytes")
     for name in OF_ONE_ENGINE:
         if fields.get(name):
-            raise ApiError(400, f"{name} is not supported by several replicas: a chunk is in one engine", param=name, code="unsupported_parameter")
+            raise ApiError(
+                400, f"{name} is not supported by several replicas: a chunk is in one engine", param=name, code="unsupported_parameter"
+            )
 
 
 def fields_of(body: bytes) -> dict[str, Any]:
