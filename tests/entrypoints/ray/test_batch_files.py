@@ -3,6 +3,7 @@
 import json
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +99,8 @@ def test_a_run_that_is_stopped_again_and_again_has_each_row_once(
         folder, source = Path(made) / "out", Path(made) / f"in{suffix}"
         (write_lines if suffix == JSONL else write_table)(source, ROWS[:num_rows])
         for number, where in stops:
-            try:
+            with suppress(StoppedError):
                 run(make_plan([source], unit_rows, {}), folder, lambda n, number=number, where=where: where if n == number else "")
-            except StoppedError:
-                pass
             assert [row["n"] for row in output(folder)] == sorted(row["n"] for row in output(folder))
         run(make_plan([source], unit_rows, {}), folder)
         rows = output(folder)
@@ -112,7 +111,11 @@ def test_a_run_that_is_stopped_again_and_again_has_each_row_once(
         assert failed == sum(len(row["prompt"]) % 7 == 0 for row in rows)
 
 
-@given(st.lists(st.one_of(texts.map(lambda t: {"prompt": t}), st.sampled_from([[1], "x", None])), max_size=12), st.integers(1, 5), st.booleans())
+@given(
+    st.lists(st.one_of(texts.map(lambda t: {"prompt": t}), st.sampled_from([[1], "x", None])), max_size=12),
+    st.integers(1, 5),
+    st.booleans(),
+)
 def test_lines_are_cut_where_they_end(rows: list[Any], unit_rows: int, last: bool) -> None:
     """With empty lines between them, with lines that are no rows, and with or without a line feed at the end."""
     with tempfile.TemporaryDirectory() as made:
@@ -171,7 +174,7 @@ def test_another_input_or_other_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="unit_rows was 2, and is 3"):
         begin(folder, make_plan([source], 3, {"model": "tiny"}))
     write_lines(source, ROWS[:5])
-    with pytest.raises(InvalidRequestError, match="in.jsonl was"):
+    with pytest.raises(InvalidRequestError, match=r"in\.jsonl was"):
         begin(folder, make_plan([source], 2, {"model": "tiny"}))
     assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
 

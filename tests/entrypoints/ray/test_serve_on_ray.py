@@ -7,6 +7,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,7 +16,7 @@ import pytest
 
 import nanovllm as nv
 from nanovllm.entrypoints.ray import application
-from nanovllm.entrypoints.ray.application import build_app
+from nanovllm.entrypoints.ray.application import build_app, from_config
 from nanovllm.errors import InvalidRequestError
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray's own code has warnings
@@ -200,6 +201,21 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
         build_app(bound=0.5)
     with pytest.raises(InvalidRequestError, match="num_gpus="):
         build_app(tensor_parallel_size=2, num_gpus=1)
+    with pytest.raises(InvalidRequestError, match="settings must be"):
+        build_app(settings={"port": 1})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(InvalidRequestError, match="colour"):
+        from_config({"settings": {"colour": "red"}})
+
+
+def test_a_configuration_names_hosts_and_keys(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("secret\n")
+    (tmp_path / "keys").chmod(0o600)
+    settings = {"allowed_hosts": ["chat.example"], "api_key_file": str(tmp_path / "keys")}
+    app = from_config({"model": "folder/name", "num_replicas": 3, "device": "cpu", "settings": settings})
+    ingress = app._bound_deployment
+    replicas, told = ingress.init_args[0]._bound_deployment, ingress.init_args[1]
+    assert (told.allowed_hosts, len(told.api_keys), told.model_name) == (("chat.example",), 1, "name")
+    assert replicas.num_replicas == 3 and replicas.init_args[0] == "folder/name"
 
 
 def test_a_replica_asks_ray_for_the_gpus_of_its_ranks() -> None:

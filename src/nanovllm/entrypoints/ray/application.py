@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nanovllm.entrypoints.cli.serve import require_server
+from nanovllm.entrypoints.cli.serve import api_keys, require_server
 from nanovllm.entrypoints.ray.require import gpus_of, require_ray
 from nanovllm.entrypoints.ray.routing import BOUND, PrefixTable
 from nanovllm.entrypoints.server.settings import Settings
@@ -40,7 +40,8 @@ def build_app(
         num_gpus: The GPUs of one replica. None: as many as `tensor_parallel_size` says, or one; none with `device="cpu"`.
         num_ingresses: How many processes answer HTTP. Each has a table of prefixes of its own.
         bound: How many requests a replica may run, in relation to the mean of all, before the next ones go elsewhere.
-        settings: A `Settings` of the server, with keys, hosts and limits. None: the defaults, with the name of the model.
+        settings: A `Settings` of the server, with keys, hosts and limits. None: the defaults, with the name of the model, and with the key
+            in the variable `NANOVLLM_API_KEY` if there is one.
         deployment: Further options of `ray.serve.deployment` for the replicas, such as `autoscaling_config` or `ray_actor_options`.
         **options: The options of `LLM`, such as `tensor_parallel_size`, `num_pages` or `quantization`.
 
@@ -63,7 +64,7 @@ def build_app(
     from ray.serve.config import RequestRouterConfig
 
     PrefixTable(bound)  # raises for a bound that makes no sense
-    settings = Settings(model_name=Path(model).name) if settings is None else settings
+    settings = Settings(model_name=Path(model).name, api_keys=api_keys(None)) if settings is None else settings
     if not isinstance(settings, Settings):
         raise InvalidRequestError(f"settings must be a Settings of the server or None, not {type(settings).__name__}")
     given = dict(deployment or {})
@@ -84,19 +85,31 @@ def from_config(arguments: Mapping[str, Any]) -> Any:
     """`build_app` for `serve run` and for configuration files, which give arguments as one mapping.
 
     Args:
-        arguments: Those of `build_app`, by name.
+        arguments: Those of `build_app`, by name. `settings` is a mapping of the fields of `Settings`, in which `api_key_file` may name a
+            file with a key a line.
 
     Returns:
         An `Application` of Ray Serve.
 
     Raises:
-        InvalidRequestError: As in `build_app`.
+        InvalidRequestError: As in `build_app`, or a name is unknown.
+
+    References:
+        https://docs.ray.io/en/latest/serve/advanced-guides/app-builder-guide.html
 
     Examples:
-        >>> type(from_config({"model": "tiny", "device": "cpu"})).__name__
+        >>> type(from_config({"model": "tiny", "device": "cpu", "settings": {"allowed_hosts": ["chat.example"]}})).__name__
         'Application'
     """
-    return build_app(**arguments)
+    given = dict(arguments)
+    chosen: dict[str, Any] = dict(given.pop("settings", None) or {})
+    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in chosen.items()}
+    file = fields.pop("api_key_file", None)
+    fields = {"model_name": Path(given.get("model", "tiny")).name, "api_keys": api_keys(None if file is None else Path(file)), **fields}
+    try:
+        return build_app(**given, settings=Settings(**fields))
+    except TypeError as error:
+        raise InvalidRequestError(f"the arguments of the application: {error}") from None
 
 
 class Replica:
