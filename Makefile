@@ -61,7 +61,7 @@ test: lint $(LMEVAL)
 	$(PYTEST) -m "not compile and not unhooked and not gpu and not interpret and not long and not ray" $(HOOK)
 	$(PYTEST) -m "(compile or unhooked) and not gpu and not long"
 	TRITON_INTERPRET=1 $(PYTEST) -m "interpret and not long"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m ray
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m ray tests/entrypoints/ray
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q integrations/langchain-nanovllm
 
 # Minutes of work that `make test` leaves out: the widest sweeps, the mutation run, the package built and installed in a fresh environment.

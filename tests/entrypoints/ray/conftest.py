@@ -12,8 +12,7 @@ def cluster() -> Iterator[Any]:
     """Ray on this machine. Its four CPUs are places for actors, not cores."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["OMP_NUM_THREADS"] = "1"
-    import ray
-
+    ray: Any = pytest.importorskip("ray")
     ray.init(num_cpus=4, num_gpus=0, include_dashboard=False, log_to_driver=False, configure_logging=False, object_store_memory=128 << 20)
     yield ray
     ray.shutdown()

@@ -169,16 +169,21 @@ class Ingress:
             return Response(error.body(), error.status, dict(error.headers), "application/json")
 
     async def _answer(self, request: Any) -> Any:
-        from ray.exceptions import RayActorError
+        from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, WorkerCrashedError
         from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
         from starlette.responses import Response, StreamingResponse
 
         from nanovllm.entrypoints.ray.failover import lost_error, responses_error, with_failover
         from nanovllm.entrypoints.ray.local_server import Head, HttpRequest
         from nanovllm.entrypoints.ray.shared_routes import fields_of, require_shared
+        from nanovllm.entrypoints.server.admission import OPEN
         from nanovllm.entrypoints.server.api.replies import error_event
 
         path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+        if path in OPEN:  # not asked of a replica, which may be busy
+            if await asyncio.to_thread(_num_running):
+                return Response(b'{"status":"ok"}', media_type="application/json")
+            raise lost_error("no replica runs: they are starting, or have failed")
         body = await request.body()
         fields = fields_of(body)
         require_shared(path, len(body), fields, self._settings.limits)
@@ -196,7 +201,7 @@ class Ingress:
                 pieces.cancel()
 
         cut_off = responses_error if path.endswith("/responses") else error_event
-        pieces = with_failover(ask, (RayActorError,), cut_off=cut_off)
+        pieces = with_failover(ask, (RayActorError, WorkerCrashedError, NodeDiedError, ObjectLostError), cut_off=cut_off)
         try:
             async with asyncio.timeout(HEALTH_SECONDS if request.method in ("GET", "HEAD") else None):
                 head = await anext(pieces)
@@ -217,3 +222,11 @@ class Ingress:
 
         key = request.headers.get("authorization") or request.headers.get("x-api-key") or ""
         return request_keys(fields, key.encode())
+
+
+def _num_running() -> int:
+    """How many replicas run, as far as Ray Serve knows. Blocks until it has said so."""
+    from ray import serve
+
+    application = serve.status().applications[serve.get_replica_context().app_name]
+    return application.deployments[Replica.__name__].replica_states.get("RUNNING", 0)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from nanovllm.errors import InvalidRequestError
 
 BOUND = 1.25  # the running requests of one replica, in relation to the mean of all
-MOST_KEYS = 1 << 17  # prefixes that a router remembers: some 30 MB
+MOST_KEYS = 1 << 17  # prefixes that a router remembers: some 40 MB
 MOST_HOLDERS = 4  # replicas that are remembered for a prefix
 HASHED = 8  # prefixes of this place, about 500 bytes, are what a prompt that nobody has is hashed by
 
