@@ -78,6 +78,15 @@ def test_of_those_that_have_a_prefix_the_one_that_runs_least_is_first() -> None:
     assert table.ranked((1, 2, 3), ["a", "b", "c"]) == ["b", "a", "c"]
 
 
+def test_a_prompt_that_nobody_has_does_not_follow_the_load() -> None:
+    """Otherwise routers that send different requests would send it to different replicas."""
+    table, names = PrefixTable(math.inf), ["a", "b", "c"]
+    for number in range(3):
+        table.begin(str(number), (1,), "a")
+    for key in range(2, 20):
+        assert table.ranked((key,), names) == rendezvous(key, names)
+
+
 def test_a_hot_prefix_spreads_when_its_replica_has_its_share() -> None:
     table, names = PrefixTable(1.25), ["a", "b"]
     for number in range(40):
@@ -95,14 +104,16 @@ def test_those_that_failed_a_request_come_last(names: list[str], prompt: list[in
 
 
 def test_what_is_lost_is_forgotten_and_the_table_has_a_bound() -> None:
+    of_b, other = (key for key in range(100) if rendezvous(key, ["a", "b"])[0] == "b"), 100
+    first, second = next(of_b), next(of_b)
     table = PrefixTable(math.inf, most_keys=3)
-    table.begin("1", (1, 2), "a")
-    table.begin("2", (3, 4), "b")
-    assert table.ranked((2,), ["a", "b"])[0] == "a" and table.runs("1")
-    assert table.ranked((1,), ["a", "b"]) == rendezvous(1, ["a", "b"])  # the oldest of four prefixes
+    table.begin("1", (first, second), "a")
+    table.begin("2", (other, other + 1), "b")
+    assert table.ranked((second,), ["a", "b"])[0] == "a" and table.runs("1")
+    assert table.ranked((first,), ["a", "b"])[0] == "b"  # the oldest of four prefixes is forgotten
     table.keep(["b"])
     assert table.loads() == {"b": 1} and not table.runs("1")
-    assert table.ranked((2,), ["b"]) == ["b"]
+    assert table.ranked((second,), ["b"]) == ["b"]
     table.end("unknown")
 
 

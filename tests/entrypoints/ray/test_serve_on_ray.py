@@ -111,7 +111,7 @@ def test_a_hot_prefix_spreads_under_load(client: httpx.Client) -> None:
             return Counter(answer.headers["x-replica"] for answer in await asyncio.gather(*answers))
 
     counts = asyncio.run(main())
-    assert len(counts) == 2 and max(counts.values()) <= 11, counts
+    assert len(counts) == 2 and max(counts.values()) <= 13, counts
 
 
 @pytest.mark.parametrize(
