@@ -229,4 +229,5 @@ def _num_running() -> int:
     from ray import serve
 
     application = serve.status().applications[serve.get_replica_context().app_name]
-    return application.deployments[Replica.__name__].replica_states.get("RUNNING", 0)
+    states = application.deployments[Replica.__name__].replica_states
+    return sum(number for state, number in states.items() if str(getattr(state, "value", state)) == "RUNNING")
