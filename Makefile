@@ -52,14 +52,16 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 
 
 HOOK := --jaxtyping-packages=nanovllm,beartype.beartype
 
-# Four runs. In the first, jaxtyping's import hook checks shapes and types. The second runs without the hook, which torch.compile cannot
+# Five runs. In the first, jaxtyping's import hook checks shapes and types. The second runs without the hook, which torch.compile cannot
 # trace and which would double the time of the property machines; `make test-long` runs the machines with it.
 # Triton's interpreter, which runs the GPU's kernels on a CPU, is chosen once for all kernels when they are defined.
-# The fourth is that of another package, with plugins of pytest that the others do without.
+# The fourth starts Ray, whose processes need the cores, so its tests run one after another.
+# The fifth is that of another package, with plugins of pytest that the others do without.
 test: lint $(LMEVAL)
-	$(PYTEST) -m "not compile and not unhooked and not gpu and not interpret and not long" $(HOOK)
+	$(PYTEST) -m "not compile and not unhooked and not gpu and not interpret and not long and not ray" $(HOOK)
 	$(PYTEST) -m "(compile or unhooked) and not gpu and not long"
 	TRITON_INTERPRET=1 $(PYTEST) -m "interpret and not long"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m ray tests/entrypoints/ray
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q integrations/langchain-nanovllm
 
 # Minutes of work that `make test` leaves out: the widest sweeps, the mutation run, the package built and installed in a fresh environment.

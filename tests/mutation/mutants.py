@@ -35,6 +35,9 @@ STRANDED = ("tests/engine/test_stranded.py",)
 PRIORITIES = ("tests/engine/test_priorities.py",)
 PROMPT_ROOM = ("tests/engine/test_prompt_room.py",)
 PREFILL_RATE = ("tests/engine/test_prefill_rate.py",)
+ROUTING = ("tests/entrypoints/ray/test_routing.py",)
+FAILOVER = ("tests/entrypoints/ray/test_failover.py",)
+BATCH_FILES = ("tests/entrypoints/ray/test_batch_files.py",)
 HEAP = ("tests/state/test_heap.py",)
 EXPECTED_REPLY = ("tests/state/test_expected_reply.py",)
 BEGINNINGS = ("tests/engine/test_shared_beginnings.py",)
@@ -1503,6 +1506,46 @@ MUTANTS: tuple[Mutant, ...] = (
             "a stream that is left runs on",
             "logprobs=None if logprobs is None else tuple(logprobs))\n        finally:\n            self._engine.cancel(call)",
             "logprobs=None if logprobs is None else tuple(logprobs))\n        finally:\n            pass",
+        ),
+    ),
+    *bugs(
+        "entrypoints/ray/routing.py",
+        ROUTING,
+        ("a replica may run one more than its share", "if load >= most:", "if load > most:"),
+        ("the request that comes is left out of the mean", "(num_running + 1)", "num_running"),
+        ("the shortest prefix wins", "return 0, -depths[replica]", "return 0, depths[replica]"),
+        ("of equal prefixes the busiest replica wins", "load if known else 0", "-load if known else 0"),
+        ("prompts that nobody has follow the load", "load if known else 0", "load"),
+        ("a request that has ended still counts", "self._running.pop(request, None)\n\n    def keep", "pass\n\n    def keep"),
+        ("a replica that failed a request is asked again", "if replica not in avoid]", "]"),
+        ("prefixes are never forgotten", "while len(self._holders) > self._most_keys:", "while False:"),
+    ),
+    *bugs(
+        "entrypoints/ray/failover.py",
+        FAILOVER,
+        ("a stream that has begun is sent twice", "            if begun:\n", "            if False:\n"),
+        ("a comment counts as a beginning", "begun = begun or not _is_comment(piece)", "begun = True"),
+        ("a second head is sent", "if told is None:\n                        told = head", "if True:\n                        told = head"),
+        (
+            "a replica that ends is believed",
+            "return msgspec.json.decode(piece.removeprefix",
+            "return False and msgspec.json.decode(piece.removeprefix",
+        ),
+    ),
+    *bugs(
+        "entrypoints/ray/batch_units.py",
+        BATCH_FILES,
+        ("a unit has a row too many", 'found[-1]["rows"] == unit_rows', 'found[-1]["rows"] > unit_rows'),
+        (
+            "empty lines are rows",
+            "            if line.strip():\n                if not found",
+            "            if True:\n                if not found",
+        ),
+        ("units that are done run again", "if plan.part(folder, unit).name not in there]", "]"),
+        (
+            "errors of bad lines go to other rows",
+            "bads if isinstance(row, BadRow) else goods",
+            "goods if isinstance(row, BadRow) else bads",
         ),
     ),
 )
