@@ -38,11 +38,12 @@ from nanovllm.entrypoints.arguments import positive
 from nanovllm.entrypoints.cli.bench.environment import commit
 from nanovllm.entrypoints.cli.bench.workloads import random_tokens
 
-SECONDS = {"chats": 6.0, "tenants": 4.0, "shared": 4.0}  # the second after which nothing is sent
-WARM = 0.4  # the share of these seconds before the window that is measured
+SECONDS = {"chats": 5.0, "tenants": 3.0, "shared": 3.0}  # the second after which nothing is sent
+WARM = 0.5  # the share of these seconds before the window that is measured
 LONGER = 1.5  # how much longer the simulations of failures are
 LOADS = (0.5, 0.7, 0.85, 0.95)
-DEATH, BIRTH = 0.55, 0.75  # shares of the seconds
+DEATH, BIRTH = 0.65, 0.82  # shares of the seconds
+FAILING = ("least requests", "session affinity", "prefix hash", "hash modulo replicas", "bounded prefix hash", "tree, by cost")
 WORKLOAD_SEED, POLICY_SEED = 7, 11
 
 
@@ -187,7 +188,7 @@ def jobs(options: argparse.Namespace) -> Iterator[Job]:
     for workload in options.workloads:
         seconds = SECONDS[workload] * options.time_scale
         every: dict[str, Any] = {"workload": workload, "replicas": options.replicas, "longest": LONGER * seconds}
-        for policy in options.failure_policies:
+        for policy in options.failure_policies if workload in options.failure_workloads else ():
             yield Job(part="failures", policy=policy, load=options.failure_load, seconds=LONGER * seconds, **every)
         for load in sorted(options.loads, reverse=True):
             for policy in options.policies:
@@ -242,8 +243,8 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--workloads", nargs="+", choices=tuple(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--policies", nargs="*", choices=tuple(POLICIES), default=list(POLICIES))
     parser.add_argument("--loads", type=float, nargs="+", default=list(LOADS), help="shares of the capacity")
-    failing = [*POLICIES, "hash modulo replicas"]
-    parser.add_argument("--failure-policies", nargs="*", choices=failing, default=failing)
+    parser.add_argument("--failure-policies", nargs="*", choices=(*POLICIES, *FURTHER), default=list(FAILING))
+    parser.add_argument("--failure-workloads", nargs="*", choices=tuple(WORKLOADS), default=["chats", "tenants"])
     parser.add_argument("--failure-load", type=float, default=0.7)
     keys = [name for name in FURTHER if name != "hash modulo replicas"]
     parser.add_argument("--key-policies", nargs="*", choices=keys, default=keys)
