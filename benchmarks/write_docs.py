@@ -13,6 +13,11 @@ Tables and pictures are in blocks between markers. A document may have any numbe
 - `<!-- http: NAME.json -->` ... `<!-- /http -->`: a row for each number of streams in a file of `benchmarks/http_bench.py`.
 - `<!-- faults: NAME.json -->` ... `<!-- /faults -->`: a row for each fault in a file of `benchmarks/http_faults.py`.
 - `<!-- host: NAME.json -->` ... `<!-- /host -->`: a row for each kind of client in a file of `benchmarks/host.py`.
+- `<!-- past: NAME.json -->`, `<!-- past-parts: NAME.json -->` and `<!-- fits: NAME.json -->`, each with its end: rates on several GPUs,
+  what they are made of, and the memory, from a file of `benchmarks/past_one_gpu.py`.
+- `<!-- fleet: NAME.json -->`, `<!-- failures: NAME.json -->`, `<!-- keys: NAME.json -->` and `<!-- fit: NAME.json -->`, each with its end:
+  routing policies by workload and load, around failures, keys of prefix hashes, and the modelled device, from a file of
+  `benchmarks/router/simulate.py`.
 
 Numbers of other engines from other runs come from the files NAME-peers.json in the same folder, if GPU, model and dtype are the same. Those
 of quantised weights are for runs whose `quantization` the file lists in `quantizations`; files without the list are for other runs.
@@ -28,9 +33,11 @@ from nanovllm.entrypoints.cli.bench.plot import draw
 from nanovllm.entrypoints.cli.bench.report import markdown, table
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "docs/explanation/steps-in-your-program.md", ROOT / "docs/how-to/serve-safely.md")
+EXPLANATION = ROOT / "docs/explanation"
+PAGES = (EXPLANATION / "steps-in-your-program.md", ROOT / "docs/how-to/serve-safely.md", EXPLANATION / "past-these-machines.md")
 DOCUMENTS = (ROOT / "docs/explanation/performance.md", ROOT / "docs/reference/figures.md", ROOT / "README.md", *PAGES)
-BLOCK = re.compile(r"(<!-- (bench|brief|families|embed|http|faults|host): ([\w.-]+)\.json -->\n).*?(<!-- /\2 -->)", re.S)
+KINDS = "bench|brief|families|embed|http|faults|host|past-parts|past|fits|fleet|failures|keys|fit"
+BLOCK = re.compile(rf"(<!-- ({KINDS}): ([\w.-]+)\.json -->\n).*?(<!-- /\2 -->)", re.S)
 NONE = "No figures yet.\n"
 BRIEF = {
     "b1_decode_tok_s": "decode, 1 sequence (128 tokens in, 512 out)",
@@ -171,7 +178,117 @@ def host(result: dict[str, Any]) -> str:
     return "\n".join((about, "", *table(("clients ask for", *(f"{count} row{'s' * (count > 1)}" for count in rows)), lines))) + "\n"
 
 
-SIMPLE = {"embed": embed, "families": families, "http": http, "faults": faults, "host": host}
+def past(result: dict[str, Any]) -> str:
+    """Return a table of derived tokens per second: a row per model, dtype and number of GPUs, each cell from one estimate to the other."""
+    columns = [(card, batch) for card in result["rates"] for batch in ("b1", "b64")]
+    cells: dict[tuple[str, ...], dict[tuple[str, str], str]] = {}
+    for one in result["rows"]:
+        low, high = sorted((one["share_tok_s"], one["layer_tok_s"]))
+        rate = f"{low:,.0f} to {high:,.0f}" if round(low) != round(high) else f"{low:,.0f}"
+        cells.setdefault((one["model"], one["dtype"], str(one["gpus"])), {})[one["card"], one["batch"]] = rate if one["fits"] else "-"
+    head = ("model", "weights", "GPUs", *(f"{card}, {batch}" for card, batch in columns))
+    return "\n".join(table(head, [(*key, *(row[column] for column in columns)) for key, row in cells.items()])) + "\n"
+
+
+def past_parts(result: dict[str, Any]) -> str:
+    """Return a table of what the steps of the derived rates are made of."""
+    lines = []
+    for one in result["rows"]:
+        where = (one["model"], one["dtype"], f"{one['gpus']} {one['card']}", one["batch"])
+        reduced = f"{one['all_reduce_us']:.1f} ({one['all_reduce_by']}, {one['all_reduce_from']})"
+        times = (f"{one['gpu_gb']:.1f}", f"{one['roofline_ms']:.2f}", reduced, f"{one['all_reduces_ms']:.2f}")
+        lines.append((*where, *times, f"{one['share_ms']:.1f}", f"{one['layer_ms']:.1f}"))
+    names = ("GB per GPU", "roofline, ms", "all-reduce, us", "all of them, ms", "step by share, ms", "step by layer, ms")
+    return "\n".join(table(("model", "weights", "GPUs", "", *names), lines)) + "\n"
+
+
+def fits(result: dict[str, Any]) -> str:
+    """Return a table of gigabytes of weights per GPU, and of the tokens of KV that fit beside them."""
+    lines, cards = dict[tuple[str, ...], list[str]](), list(result["rates"])
+    for one in result["fits"]:
+        key = (one["model"], one["dtype"], str(one["gpus"]), f"{one['weights_gb']:.1f}")
+        lines.setdefault(key, []).append(f"{one['kv_tokens']:,}" if one["kv_tokens"] > 0 else "does not fit")
+    head = ("model", "weights", "GPUs", "GB of weights per GPU", *(f"tokens of KV, {card}" for card in cards))
+    return "\n".join(table(head, [(*key, *row) for key, row in lines.items()])) + "\n"
+
+
+WORKLOADS = {
+    "chats": "Chats",
+    "tenants": "Tenants with system prompts of their own",
+    "shared": "Questions over shared documents and examples",
+}
+
+
+def fleet(result: dict[str, Any]) -> str:
+    """Return for each workload a table with a row per policy, and a column per load for each figure."""
+    parts = []
+    for workload, name in WORKLOADS.items():
+        rows = [one for one in result["grid"] if one["workload"] == workload]
+        loads, policies = sorted({one["load"] for one in rows}), list(dict.fromkeys(one["policy"] for one in rows))
+        found = {(one["policy"], one["load"]): one for one in rows}
+        able = result["capacity"][workload]
+        rate = result["replicas"] / able["request_s"]
+        about = f"capacity {rate:,.0f} requests/s, {able['ideal_hit_rate']:.0%} of the prompts' tokens could be reused"
+        parts += [f"**{name}** ({about}).", ""]
+        for load in loads:
+            lines = [(policy, *_fleet_figures(found[policy, load])) for policy in policies]
+            parts += [*table((f"load {load:.0%}", *FLEET), lines), ""]
+    return "\n".join(parts[:-1]) + "\n"
+
+
+FLEET = ("hit rate", "first token p50, ms", "p99", "gap p99, ms", "requests/s", "unanswered per replica", "imbalance")
+
+
+def _fleet_figures(one: dict[str, Any]) -> tuple[str, ...]:
+    times = (f"{one[key]:,.0f}" for key in ("ttft_p50_ms", "ttft_p99_ms", "gap_p99_ms", "requests_per_s"))
+    return f"{one['hit_rate']:.1%}", *times, f"{one['unanswered']:.1f}", f"{one['imbalance']:.1f}"
+
+
+def failures(result: dict[str, Any]) -> str:
+    """Return a table with a row per workload and policy: before and after a death, and after a birth."""
+    lines, parts = [], ("before", "after_death", "after_birth")
+    for one in result["failures"]:
+        hits = (f"{one[part]['hit_rate']:.1%}" for part in parts)
+        times = (f"{one[part]['ttft_p99_ms']:,.0f}" for part in parts)
+        again = (str(one["sent_again"]), f"{one['share_of_the_new_one']:.2f}")
+        lines.append((one["workload"], one["policy"], *hits, *times, *again))
+    head = ("workload", "policy", "hit rate before", "after the death", "after the addition", "first token p99 before, ms")
+    rest = ("after the death", "after the addition", "sent again", "share of the new one")
+    return "\n".join(table((*head, *rest), lines)) + "\n"
+
+
+def keys(result: dict[str, Any]) -> str:
+    """Return a table with a row per workload and kind of prefix hash."""
+    load, lines = result["failure_load"], []
+    for workload in WORKLOADS:
+        rows = [one for one in result["grid"] if one["load"] == load and one["policy"] in ("prefix hash", "bounded prefix hash")]
+        for one in (*rows, *result["keys"]):
+            if one["workload"] == workload:
+                lines.append((workload, one["policy"], *_fleet_figures(one)))
+    return "\n".join(table(("workload", f"policy, load {load:.0%}", *FLEET), lines)) + "\n"
+
+
+def fit(result: dict[str, Any]) -> str:
+    """Return a table of the modelled device: its figures, then recorded and modelled milliseconds."""
+    device, offline = result["device"], result["offline"]
+    told = (
+        ("a pass over replies", f"{1e3 * device['base']:.2f} ms"),
+        ("each of their rows", f"{1e6 * device['row']:.1f} us"),
+        ("each token of their contexts", f"{1e9 * device['context']:.1f} ns"),
+        ("a pass over prompts", f"{1e3 * device['launch']:.2f} ms"),
+        ("each of their tokens, without context", f"{1e6 * device['token']:.1f} us"),
+        ("context that doubles it", f"{device['doubling']:,} tokens"),
+    )
+    rows = [(key, f"{was:.2f}", f"{now:.2f}", f"{100 * (now / was - 1):+.1f}%") for key, (was, now) in result["fit_ms"].items()]
+    was, now = offline["recorded_tok_s"], offline["simulated_tok_s"]
+    rows.append(("offline (not fitted), tokens/s", f"{was:,.0f}", f"{now:,.0f}", f"{100 * (now / was - 1):+.1f}%"))
+    return "\n".join((*table(("part of a step", "takes"), told), "", *table(("row", "recorded, ms", "modelled, ms", ""), rows))) + "\n"
+
+
+SIMPLE = {
+    "embed": embed, "families": families, "http": http, "faults": faults, "host": host, "past": past, "past-parts": past_parts,
+    "fits": fits, "fleet": fleet, "failures": failures, "keys": keys, "fit": fit,
+}  # fmt: skip
 
 
 def _figure(value: float, key: str, *, of_a_peer: bool = False) -> str:

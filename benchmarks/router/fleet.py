@@ -193,12 +193,12 @@ class Fleet:
             self.loads[name] += change
 
     def _die(self, time: float, name: int) -> None:
-        replica = self.replicas.pop(name)
         self._load(name, 0, time)
+        del self.replicas[name]
         del self.loads[name]
         self.policy.gone(name)
-        for request in replica.unfinished:
-            self._send(time, self.lives[request.number])
+        for life in [life for life in self.lives.values() if life.replica == name]:  # also those that its last step would have ended
+            self._send(time, life)
 
     def _add(self, time: float, _: None) -> None:
         name = len(self.all)

@@ -38,7 +38,9 @@ from nanovllm.entrypoints.arguments import positive
 from nanovllm.entrypoints.cli.bench.environment import commit
 from nanovllm.entrypoints.cli.bench.workloads import random_tokens
 
-SECONDS = {"chats": 5.0, "tenants": 3.0, "shared": 3.0}  # the second after which nothing is sent
+SECONDS = {"chats": 4.5, "tenants": 2.4, "shared": 2.4}  # the second after which nothing is sent
+ROWS = 64  # the most requests that a replica runs at the same time
+NUM_PAGES = {"chats": 6_144, "tenants": 4_096, "shared": 4_096}
 WARM = 0.5  # the share of these seconds before the window that is measured
 LONGER = 1.5  # how much longer the simulations of failures are
 LOADS = (0.5, 0.7, 0.85, 0.95)
@@ -60,20 +62,20 @@ class Job:
     longest: float
 
 
-def limits_of(device: Device, num_pages: int = 6_144, max_num_seqs: int = 64) -> Limits:
+def limits_of(device: Device, workload: str) -> Limits:
     """The limits of a replica, with the bound on prompts that an H200 measured for steps of 35 ms."""
     bound, doubling = device.max_prefill_tokens, device.doubling
-    return Limits(num_pages=num_pages, max_num_seqs=max_num_seqs, max_prefill_tokens=bound, context_doubling=doubling)
+    return Limits(num_pages=NUM_PAGES[workload], max_num_seqs=ROWS, max_prefill_tokens=bound, context_doubling=doubling)
 
 
-def capacity(device: Device, sessions: Sequence[Session], max_num_seqs: int) -> dict[str, float]:
+def capacity(device: Device, sessions: Sequence[Session]) -> dict[str, float]:
     """The mean seconds of a request in a full batch, if all that earlier requests had is reused, and what these means are made of."""
     seen, requests = Seen(), [request for session in sessions for request in session.turns]
     seconds, reused = 0.0, 0
     for request in requests:
         found, length = seen.reusable(request), len(request.tokens)
         reused += found
-        token = device.base / max_num_seqs + device.row + device.context * (length + request.reply / 2)
+        token = device.base / ROWS + device.row + device.context * (length + request.reply / 2)
         seconds += device.launch + device.prompt(found, length - found) + request.reply * token
     count, prompts = len(requests), sum(len(request.tokens) for request in requests)
     turns, reply = count / len(sessions), sum(request.reply for request in requests) / count
@@ -87,17 +89,17 @@ def capacity(device: Device, sessions: Sequence[Session], max_num_seqs: int) -> 
 def _sessions(workload: str, replicas: int, seconds: float) -> tuple[list[Session], dict[str, float]]:
     """The sessions of a workload, enough for every load and so many seconds, and its capacity."""
     device, make, sizes = fitted(), WORKLOADS[workload], Sizes()
-    some = capacity(device, make(400, WORKLOAD_SEED, sizes), 64)
+    some = capacity(device, make(400, WORKLOAD_SEED, sizes))
     count = int(1.2 * replicas * seconds / (some["request_s"] * some["turns"])) + 50
     sessions = make(count, WORKLOAD_SEED, sizes)
-    return sessions, capacity(device, sessions, 64)
+    return sessions, capacity(device, sessions)
 
 
 def run(job: Job) -> dict[str, Any]:
     """Run a simulation. Returns the job and its figures."""
     sessions, able = _sessions(job.workload, job.replicas, job.longest)
     device, until = fitted(), job.seconds
-    limits, fails = limits_of(device), job.part == "failures"
+    limits, fails = limits_of(device, job.workload), job.part == "failures"
     window = (WARM * until, until)
     plan = Plan(
         replicas=job.replicas, rate=job.load * job.replicas / able["request_s"] / able["turns"], until=until, window=window,
@@ -184,17 +186,23 @@ def offline(device: Device) -> dict[str, float]:
 
 
 def jobs(options: argparse.Namespace) -> Iterator[Job]:
-    """All simulations of the options, the longest of a workload first."""
+    """All simulations of the options."""
+    scale = options.time_scale
+
+    def job(part: str, workload: str, policy: str, load: float) -> Job:
+        longest = LONGER * scale * SECONDS[workload]
+        seconds = longest if part == "failures" else scale * SECONDS[workload]
+        return Job(
+            part=part, workload=workload, policy=policy, load=load, replicas=options.replicas, seconds=seconds, longest=longest
+        )  # fmt: skip
+
+    for load in options.loads:
+        for workload in options.workloads:
+            yield from (job("grid", workload, policy, load) for policy in options.policies)
     for workload in options.workloads:
-        seconds = SECONDS[workload] * options.time_scale
-        every: dict[str, Any] = {"workload": workload, "replicas": options.replicas, "longest": LONGER * seconds}
-        for policy in options.failure_policies if workload in options.failure_workloads else ():
-            yield Job(part="failures", policy=policy, load=options.failure_load, seconds=LONGER * seconds, **every)
-        for load in sorted(options.loads, reverse=True):
-            for policy in options.policies:
-                yield Job(part="grid", policy=policy, load=load, seconds=seconds, **every)
-        for policy in options.key_policies:
-            yield Job(part="keys", policy=policy, load=options.failure_load, seconds=seconds, **every)
+        if workload in options.failure_workloads:
+            yield from (job("failures", workload, policy, options.failure_load) for policy in options.failure_policies)
+        yield from (job("keys", workload, policy, options.failure_load) for policy in options.key_policies)
 
 
 def measured(options: argparse.Namespace) -> dict[str, Any]:
@@ -208,7 +216,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         "device": asdict(device),
         "fit_ms": errors(device),
         "offline": offline(device),
-        "limits": asdict(limits_of(device)),
+        "limits": {workload: asdict(limits_of(device, workload)) for workload in options.workloads},
         "sizes": asdict(Sizes()),
         "key_tokens": KEY_PAGES * PAGE,
         "seconds": {name: SECONDS[name] * options.time_scale for name in options.workloads},

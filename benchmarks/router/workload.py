@@ -56,8 +56,8 @@ class Sizes:
 
     first: tuple[int, int] = (1_000, 4_000)  # chats: the first message, such as a file or a mail
     message: tuple[int, int] = (64, 512)  # a later message
-    turns: tuple[int, int] = (2, 6)
-    think: float = 0.3  # mean seconds between a reply and the next message
+    turns: tuple[int, int] = (2, 5)
+    think: float = 0.25  # mean seconds between a reply and the next message
     tenants: int = 400
     system: tuple[int, int] = (1_024, 3_072)  # a tenant's system prompt
     question: tuple[int, int] = (128, 768)  # the tokens after it
