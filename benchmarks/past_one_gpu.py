@@ -217,10 +217,17 @@ def derived(results: Path = RESULTS) -> dict[str, Any]:
                     rows.append({"model": name, "dtype": dtype, "card": card, "gpus": gpus, "batch": batch, **row})
                     rows[-1]["fits"] = left >= _tokens(batch)
     told = {f"{kind} {dtype} {batch}": [round(share, 3), round(us, 1)] for (kind, dtype, batch), (share, us) in known.items()}
-    usable = {card: round(usable_bytes(card, results) / 1e9, 1) for card in CARDS}
+    ways = [{"gpus": f"2 {card}", "way": way, "us": dict(us)} for card, each in MEASURED.items() for way, us in each.items()]
+    ways += [{"gpus": f"{gpus} H100", "way": way, "us": dict(us)} for gpus, each in PUBLISHED.items() for way, us in each.items()]
     return {
-        "command": "python benchmarks/past_one_gpu.py", "usable_gb": usable, "rates": rates, "sources": told, "fits": fits, "rows": rows
-    }  # fmt: skip
+        "command": "python benchmarks/past_one_gpu.py",
+        "usable_gb": {card: round(usable_bytes(card, results) / 1e9, 1) for card in CARDS},
+        "rates": rates,
+        "sources": told,
+        "all_reduces": ways,
+        "fits": fits,
+        "rows": rows,
+    }
 
 
 def step(

@@ -13,8 +13,8 @@ Tables and pictures are in blocks between markers. A document may have any numbe
 - `<!-- http: NAME.json -->` ... `<!-- /http -->`: a row for each number of streams in a file of `benchmarks/http_bench.py`.
 - `<!-- faults: NAME.json -->` ... `<!-- /faults -->`: a row for each fault in a file of `benchmarks/http_faults.py`.
 - `<!-- host: NAME.json -->` ... `<!-- /host -->`: a row for each kind of client in a file of `benchmarks/host.py`.
-- `<!-- past: NAME.json -->`, `<!-- past-parts: NAME.json -->` and `<!-- fits: NAME.json -->`, each with its end: rates on several GPUs,
-  what they are made of, and the memory, from a file of `benchmarks/past_one_gpu.py`.
+- `<!-- past: NAME.json -->`, `<!-- past-parts: NAME.json -->`, `<!-- all-reduces: NAME.json -->` and `<!-- fits: NAME.json -->`, each with
+  its end: rates on several GPUs, what they are made of, latencies, and the memory, from a file of `benchmarks/past_one_gpu.py`.
 - `<!-- fleet: NAME.json -->`, `<!-- failures: NAME.json -->`, `<!-- keys: NAME.json -->` and `<!-- fit: NAME.json -->`, each with its end:
   routing policies by workload and load, around failures, keys of prefix hashes, and the modelled device, from a file of
   `benchmarks/router/simulate.py`.
@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EXPLANATION = ROOT / "docs/explanation"
 PAGES = (EXPLANATION / "steps-in-your-program.md", ROOT / "docs/how-to/serve-safely.md", EXPLANATION / "past-these-machines.md")
 DOCUMENTS = (ROOT / "docs/explanation/performance.md", ROOT / "docs/reference/figures.md", ROOT / "README.md", *PAGES)
-KINDS = "bench|brief|families|embed|http|faults|host|past-parts|past|fits|fleet|failures|keys|fit"
+KINDS = "bench|brief|families|embed|http|faults|host|past-parts|past|all-reduces|fits|fleet|failures|keys|fit"
 BLOCK = re.compile(rf"(<!-- ({KINDS}): ([\w.-]+)\.json -->\n).*?(<!-- /\2 -->)", re.S)
 NONE = "No figures yet.\n"
 BRIEF = {
@@ -202,6 +202,15 @@ def past_parts(result: dict[str, Any]) -> str:
     return "\n".join(table(("model", "weights", "GPUs", "", *names), lines)) + "\n"
 
 
+def all_reduces(result: dict[str, Any]) -> str:
+    """Return a table of the microseconds of all-reduces by size."""
+    ways = [(one["gpus"], one["way"], {int(size): us for size, us in one["us"].items()}) for one in result["all_reduces"]]
+    sizes = sorted({size for *_, us in ways for size in us})
+    lines = [(gpus, way, *(f"{us[size]:.1f}" if size in us else "" for size in sizes)) for gpus, way, us in ways]
+    names = (f"{size >> 10} KiB" if size < 1 << 20 else f"{size >> 20} MiB" for size in sizes)
+    return "\n".join(table(("GPUs", "microseconds by", *names), lines)) + "\n"
+
+
 def fits(result: dict[str, Any]) -> str:
     """Return a table of gigabytes of weights per GPU, and of the tokens of KV that fit beside them."""
     lines, cards = dict[tuple[str, ...], list[str]](), list(result["rates"])
@@ -286,8 +295,9 @@ def fit(result: dict[str, Any]) -> str:
 
 
 SIMPLE = {
-    "embed": embed, "families": families, "http": http, "faults": faults, "host": host, "past": past, "past-parts": past_parts,
-    "fits": fits, "fleet": fleet, "failures": failures, "keys": keys, "fit": fit,
+    "embed": embed, "families": families, "http": http, "faults": faults, "host": host,
+    "past": past, "past-parts": past_parts, "all-reduces": all_reduces, "fits": fits,
+    "fleet": fleet, "failures": failures, "keys": keys, "fit": fit,
 }  # fmt: skip
 
 

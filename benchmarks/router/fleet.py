@@ -52,6 +52,7 @@ class Outcome:
         prompt_tokens: Prompt tokens that were sent to replicas.
         run_tokens: Prompt tokens that these ran.
         reused_tokens: Prompt tokens that these reused.
+        decode_tokens: Reply tokens that these ran.
         rerun_tokens: Tokens that preempted requests ran again.
         steps: Steps of all replicas.
     """
@@ -62,6 +63,7 @@ class Outcome:
     prompt_tokens: int = 0
     run_tokens: int = 0
     reused_tokens: int = 0
+    decode_tokens: int = 0
     rerun_tokens: int = 0
     steps: int = 0
 
@@ -121,6 +123,7 @@ class Fleet:
             stats = self.all[name].state.stats
             self.out.run_tokens += stats.prefill_tokens
             self.out.reused_tokens += stats.reused_tokens
+            self.out.decode_tokens += stats.decode_tokens
             self.out.rerun_tokens += stats.rerun_tokens
         return self.out
 
