@@ -31,6 +31,7 @@ from typing import Any
 
 from nanovllm.entrypoints.cli.bench.plot import draw
 from nanovllm.entrypoints.cli.bench.report import markdown, table
+from nanovllm.entrypoints.display.svg import FAINT, document, rect, text
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPLANATION = ROOT / "docs/explanation"
@@ -89,7 +90,7 @@ def read(file: Path) -> dict[str, Any]:
     return result | ({"peers": peers} if peers else {})
 
 
-def filled(text: str, results: Path) -> str:
+def filled(words: str, results: Path) -> str:
     """Return the document with the tables of each block's file in `results`. Pictures are in the document's folder."""
 
     def block(found: re.Match[str]) -> str:
@@ -105,7 +106,7 @@ def filled(text: str, results: Path) -> str:
         picture = f"![Workloads compared with the roofline, and how a step's time grows](performance-{name}.svg)"
         return f"{begin}{picture}\n\n{markdown(result)}\n{end}"
 
-    return BLOCK.sub(block, text)
+    return BLOCK.sub(block, words)
 
 
 def brief(result: dict[str, Any]) -> str:
@@ -230,7 +231,7 @@ WORKLOADS = {
 
 def fleet(result: dict[str, Any]) -> str:
     """Return for each workload a table with a row per policy, and a column per load for each figure."""
-    parts = []
+    parts = [f"![Hit rates and slow first tokens by policy and workload](fleet-{result['replicas']}.svg)", ""]
     for workload, name in WORKLOADS.items():
         rows = [one for one in result["grid"] if one["workload"] == workload]
         loads, policies = sorted({one["load"] for one in rows}), list(dict.fromkeys(one["policy"] for one in rows))
@@ -243,6 +244,28 @@ def fleet(result: dict[str, Any]) -> str:
             lines = [(policy, *_fleet_figures(found[policy, load])) for policy in policies]
             parts += [*table((f"load {load:.0%}", *FLEET), lines), ""]
     return "\n".join(parts[:-1]) + "\n"
+
+
+def fleet_picture(result: dict[str, Any], load: float = 0.85) -> str:
+    """Return a picture with a row per policy: bars of hit rates and of the slowest hundredth of first tokens, by workload."""
+    rows = {(one["workload"], one["policy"]): one for one in result["grid"] if one["load"] == load}
+    policies, left, wide, high = list(dict.fromkeys(policy for _, policy in rows)), 150, 110, 22
+    longest = max(one["ttft_p99_ms"] for one in rows.values())
+    parts = [text(12, 24, f"{result['replicas']} replicas, load {load:.0%}: hit rate, and first token p99 in ms", size=14, weight=600)]
+    for column, workload in enumerate(WORKLOADS):
+        x = left + 2 * column * (wide + 20)
+        parts += [text(x, 50, f"{workload}: hit rate", FAINT), text(x + wide + 20, 50, "first token p99", FAINT)]
+        for row, policy in enumerate(policies):
+            y, one = 60 + row * high, rows[workload, policy]
+            parts += [text(12, y + 13, policy)] if not column else []
+            bars = (
+                (one["hit_rate"], "#2b6cb0", f"{one['hit_rate']:.0%}"),
+                (one["ttft_p99_ms"] / longest, "#b7791f", f"{one['ttft_p99_ms']:,.0f}"),
+            )
+            for place, (share, colour, label) in enumerate(bars):
+                at, length = x + place * (wide + 20), max(1.0, 0.68 * wide * share)
+                parts += [rect(at, y, length, high - 6, colour), text(at + length + 4, y + 13, label, size=11)]
+    return document(left + 6 * (wide + 20), 70 + high * len(policies), "Routing policies compared", parts)
 
 
 FLEET = ("hit rate", "first token p50, ms", "p99", "gap p99, ms", "requests/s", "unanswered per replica", "imbalance")
@@ -308,10 +331,15 @@ def _figure(value: float, key: str, *, of_a_peer: bool = False) -> str:
     return f"{number} {'ms' if key.endswith('_ms') else 's'}"
 
 
-def pictures(text: str, results: Path) -> dict[str, str]:
+def pictures(words: str, results: Path) -> dict[str, str]:
     """Return the pictures that the blocks of a document show, by file name."""
-    files = {name: results / f"{name}.json" for _, kind, name, _ in BLOCK.findall(text) if kind == "bench"}
-    return {f"performance-{name}.svg": draw(read(file)) for name, file in files.items() if file.exists()}
+    files = {name: results / f"{name}.json" for _, kind, name, _ in BLOCK.findall(words) if kind == "bench"}
+    drawn = {f"performance-{name}.svg": draw(read(file)) for name, file in files.items() if file.exists()}
+    for _, kind, name, _ in BLOCK.findall(words):
+        if kind == "fleet" and (file := results / f"{name}.json").exists():
+            result = json.loads(file.read_text(encoding="utf-8"))
+            drawn[f"fleet-{result['replicas']}.svg"] = fleet_picture(result)
+    return drawn
 
 
 def main() -> None:
@@ -320,11 +348,11 @@ def main() -> None:
     parser.add_argument("--document", type=Path, action="append", help="may be given several times (default: all of them)")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results")
     options = parser.parse_args()
-    for document in options.document or DOCUMENTS:
-        text = document.read_text(encoding="utf-8")
-        for name, picture in pictures(text, options.results).items():
-            (document.parent / name).write_text(picture, encoding="utf-8")
-        document.write_text(filled(text, options.results), encoding="utf-8")
+    for page in options.document or DOCUMENTS:
+        words = page.read_text(encoding="utf-8")
+        for name, picture in pictures(words, options.results).items():
+            (page.parent / name).write_text(picture, encoding="utf-8")
+        page.write_text(filled(words, options.results), encoding="utf-8")
 
 
 if __name__ == "__main__":
