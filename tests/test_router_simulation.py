@@ -5,10 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
+from benchmarks import write_docs
 from benchmarks.router import simulate
 from benchmarks.router.device import errors, fitted
 from benchmarks.router.fleet import Fleet, Outcome, Plan
@@ -26,7 +28,7 @@ from benchmarks.router.policies import (
     key_of,
 )
 from benchmarks.router.replica import Limits
-from benchmarks.router.workload import PAGE, WORKLOADS, Request, Seen, Session, Sizes, chained
+from benchmarks.router.workload import WORKLOADS, Request, Seen, Session, Sizes, chained
 
 pytestmark = pytest.mark.unhooked  # thousands of steps
 
@@ -179,13 +181,12 @@ def test_the_tree_knows_what_it_sent_and_forgets_the_rest() -> None:
 
 def test_the_tree_goes_where_the_prefix_is_until_that_is_too_busy() -> None:
     tree, loads = Tree(0, 1000), {0: 0, 1: 0, 2: 0}
-    first, *_ = found = [request for request in requests() if request.affinity == requests()[0].affinity]
-    place = tree.choose(first, loads)
-    known = PAGE * len(chained(first.tokens[: PAGE * (len(first.chain) - 1)]))
-    loads[place] = int(known / tree.weight) - 1 if known > tree.weight else 0
-    assert len(found) > 1 and tree.choose(first, loads) == place
-    loads[place] = 50
-    assert tree.choose(first, loads) != place
+    request = WORKLOADS["chats"](1, 0, Sizes(first=(2_000, 2_000)))[0].turns[0]  # 125 pages
+    place = tree.choose(request, loads)
+    loads[place] = 7
+    assert 7 * tree.weight < 2_000 and tree.choose(request, loads) == place
+    loads[place] = 8
+    assert tree.choose(request, loads) != place
 
 
 def test_what_could_be_reused() -> None:
@@ -204,6 +205,9 @@ def test_the_command_writes_all_parts(tmp_path: Path) -> None:
     assert result["commit"] == "abc" and len(result["grid"]) == 4 and len(result["failures"]) == 1 and len(result["keys"]) == 2
     assert {one["policy"] for one in result["grid"]} == {"least requests", "prefix hash"}
     assert all(0 <= one["hit_rate"] <= 1 and one["ttft_p50_ms"] <= one["ttft_p99_ms"] for one in result["grid"])
+    for show, part, rows in ((write_docs.failures, "failures", 1), (write_docs.keys, "keys", 2)):
+        assert len(show(result).splitlines()) == 2 + rows and f"| tenants | {result[part][0]['policy']} |" in show(result)
+    assert f"| offline (not fitted), tokens/s | {result['offline']['recorded_tok_s']:,.0f} |" in write_docs.fit(result)
 
 
 def test_the_recorded_file_has_every_policy_workload_and_load() -> None:
@@ -211,3 +215,13 @@ def test_the_recorded_file_has_every_policy_workload_and_load() -> None:
     found = {(one["workload"], one["policy"], one["load"]) for one in result["grid"]}
     assert found == {(workload, policy, load) for workload in WORKLOADS for policy in POLICIES for load in simulate.LOADS}
     assert result["replicas"] == 100 and not result["commit"].endswith("+")
+
+
+def test_the_page_shows_every_row_of_the_recorded_file() -> None:
+    result = json.loads((RESULTS / "router-simulation.json").read_text())
+    page = (RESULTS.parents[1] / "docs/explanation/past-these-machines.md").read_text(encoding="utf-8")
+    for one in result["grid"]:
+        figures = f"| {one['policy']} | {one['hit_rate']:.1%} | {one['ttft_p50_ms']:,.0f} | {one['ttft_p99_ms']:,.0f} |"
+        assert figures in page
+    picture = write_docs.fleet_picture(result)
+    assert all(f">{policy}<" in picture for policy in POLICIES) and ElementTree.fromstring(picture).tag.endswith("svg")
