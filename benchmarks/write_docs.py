@@ -13,6 +13,11 @@ Tables and pictures are in blocks between markers. A document may have any numbe
 - `<!-- http: NAME.json -->` ... `<!-- /http -->`: a row for each number of streams in a file of `benchmarks/http_bench.py`.
 - `<!-- faults: NAME.json -->` ... `<!-- /faults -->`: a row for each fault in a file of `benchmarks/http_faults.py`.
 - `<!-- host: NAME.json -->` ... `<!-- /host -->`: a row for each kind of client in a file of `benchmarks/host.py`.
+- `<!-- past: NAME.json -->`, `<!-- past-parts: NAME.json -->`, `<!-- all-reduces: NAME.json -->` and `<!-- fits: NAME.json -->`, each with
+  its end: rates on several GPUs, what they are made of, latencies, and the memory, from a file of `benchmarks/past_one_gpu.py`.
+- `<!-- fleet: NAME.json -->`, `<!-- failures: NAME.json -->`, `<!-- keys: NAME.json -->` and `<!-- fit: NAME.json -->`, each with its end:
+  routing policies by workload and load, around failures, keys of prefix hashes, and the modelled device, from a file of
+  `benchmarks/router/simulate.py`.
 
 Numbers of other engines from other runs come from the files NAME-peers.json in the same folder, if GPU, model and dtype are the same. Those
 of quantised weights are for runs whose `quantization` the file lists in `quantizations`; files without the list are for other runs.
@@ -26,11 +31,14 @@ from typing import Any
 
 from nanovllm.entrypoints.cli.bench.plot import draw
 from nanovllm.entrypoints.cli.bench.report import markdown, table
+from nanovllm.entrypoints.display.svg import FAINT, document, rect, text
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "docs/explanation/steps-in-your-program.md", ROOT / "docs/how-to/serve-safely.md")
+EXPLANATION = ROOT / "docs/explanation"
+PAGES = (EXPLANATION / "steps-in-your-program.md", ROOT / "docs/how-to/serve-safely.md", EXPLANATION / "past-these-machines.md")
 DOCUMENTS = (ROOT / "docs/explanation/performance.md", ROOT / "docs/reference/figures.md", ROOT / "README.md", *PAGES)
-BLOCK = re.compile(r"(<!-- (bench|brief|families|embed|http|faults|host): ([\w.-]+)\.json -->\n).*?(<!-- /\2 -->)", re.S)
+KINDS = "bench|brief|families|embed|http|faults|host|past-parts|past|all-reduces|fits|fleet|failures|keys|fit"
+BLOCK = re.compile(rf"(<!-- ({KINDS}): ([\w.-]+)\.json -->\n).*?(<!-- /\2 -->)", re.S)
 NONE = "No figures yet.\n"
 BRIEF = {
     "b1_decode_tok_s": "decode, 1 sequence (128 tokens in, 512 out)",
@@ -82,7 +90,7 @@ def read(file: Path) -> dict[str, Any]:
     return result | ({"peers": peers} if peers else {})
 
 
-def filled(text: str, results: Path) -> str:
+def filled(words: str, results: Path) -> str:
     """Return the document with the tables of each block's file in `results`. Pictures are in the document's folder."""
 
     def block(found: re.Match[str]) -> str:
@@ -98,7 +106,7 @@ def filled(text: str, results: Path) -> str:
         picture = f"![Workloads compared with the roofline, and how a step's time grows](performance-{name}.svg)"
         return f"{begin}{picture}\n\n{markdown(result)}\n{end}"
 
-    return BLOCK.sub(block, text)
+    return BLOCK.sub(block, words)
 
 
 def brief(result: dict[str, Any]) -> str:
@@ -171,7 +179,149 @@ def host(result: dict[str, Any]) -> str:
     return "\n".join((about, "", *table(("clients ask for", *(f"{count} row{'s' * (count > 1)}" for count in rows)), lines))) + "\n"
 
 
-SIMPLE = {"embed": embed, "families": families, "http": http, "faults": faults, "host": host}
+def past(result: dict[str, Any]) -> str:
+    """Return a table of derived tokens per second: a row per model, dtype and number of GPUs, each cell from one estimate to the other."""
+    columns = [(card, batch) for card in result["rates"] for batch in ("b1", "b64")]
+    cells: dict[tuple[str, ...], dict[tuple[str, str], str]] = {}
+    for one in result["rows"]:
+        low, high = sorted((one["share_tok_s"], one["layer_tok_s"]))
+        rate = f"{low:,.0f} to {high:,.0f}" if round(low) != round(high) else f"{low:,.0f}"
+        cells.setdefault((one["model"], one["dtype"], str(one["gpus"])), {})[one["card"], one["batch"]] = rate if one["fits"] else "-"
+    head = ("model", "weights", "GPUs", *(f"{card}, {batch}" for card, batch in columns))
+    return "\n".join(table(head, [(*key, *(row[column] for column in columns)) for key, row in cells.items()])) + "\n"
+
+
+def past_parts(result: dict[str, Any]) -> str:
+    """Return a table of what the steps of the derived rates are made of."""
+    lines = []
+    for one in result["rows"]:
+        where = (one["model"], one["dtype"], f"{one['gpus']} {one['card']}", one["batch"])
+        reduced = f"{one['all_reduce_us']:.1f} ({one['all_reduce_by']}, {one['all_reduce_from']})"
+        times = (f"{one['gpu_gb']:.1f}", f"{one['roofline_ms']:.2f}", reduced, f"{one['all_reduces_ms']:.2f}")
+        lines.append((*where, *times, f"{one['share_ms']:.1f}", f"{one['layer_ms']:.1f}"))
+    names = ("GB per GPU", "roofline, ms", "all-reduce, us", "all of them, ms", "step by share, ms", "step by layer, ms")
+    return "\n".join(table(("model", "weights", "GPUs", "", *names), lines)) + "\n"
+
+
+def all_reduces(result: dict[str, Any]) -> str:
+    """Return a table of the microseconds of all-reduces by size."""
+    ways = [(one["gpus"], one["way"], {int(size): us for size, us in one["us"].items()}) for one in result["all_reduces"]]
+    sizes = sorted({size for *_, us in ways for size in us})
+    lines = [(gpus, way, *(f"{us[size]:.1f}" if size in us else "" for size in sizes)) for gpus, way, us in ways]
+    names = (f"{size >> 10} KiB" if size < 1 << 20 else f"{size >> 20} MiB" for size in sizes)
+    return "\n".join(table(("GPUs", "microseconds by", *names), lines)) + "\n"
+
+
+def fits(result: dict[str, Any]) -> str:
+    """Return a table of gigabytes of weights per GPU, and of the tokens of KV that fit beside them."""
+    lines, cards = dict[tuple[str, ...], list[str]](), list(result["rates"])
+    for one in result["fits"]:
+        key = (one["model"], one["dtype"], str(one["gpus"]), f"{one['weights_gb']:.1f}")
+        lines.setdefault(key, []).append(f"{one['kv_tokens']:,}" if one["kv_tokens"] > 0 else "does not fit")
+    head = ("model", "weights", "GPUs", "GB of weights per GPU", *(f"tokens of KV, {card}" for card in cards))
+    return "\n".join(table(head, [(*key, *row) for key, row in lines.items()])) + "\n"
+
+
+WORKLOADS = {
+    "chats": "Chats",
+    "tenants": "Tenants with system prompts of their own",
+    "shared": "Questions over shared documents and examples",
+}
+
+
+def fleet(result: dict[str, Any]) -> str:
+    """Return for each workload a table with a row per policy, and a column per load for each figure."""
+    parts = [f"![Hit rates and slow first tokens by policy and workload](fleet-{result['replicas']}.svg)", ""]
+    for workload, name in WORKLOADS.items():
+        rows = [one for one in result["grid"] if one["workload"] == workload]
+        loads, policies = sorted({one["load"] for one in rows}), list(dict.fromkeys(one["policy"] for one in rows))
+        found = {(one["policy"], one["load"]): one for one in rows}
+        able = result["capacity"][workload]
+        rate = result["replicas"] / able["request_s"]
+        about = f"capacity {rate:,.0f} requests/s, {able['ideal_hit_rate']:.0%} of the prompts' tokens could be reused"
+        parts += [f"**{name}** ({about}).", ""]
+        for load in loads:
+            lines = [(policy, *_fleet_figures(found[policy, load])) for policy in policies]
+            parts += [*table((f"load {load:.0%}", *FLEET), lines), ""]
+    return "\n".join(parts[:-1]) + "\n"
+
+
+def fleet_picture(result: dict[str, Any], load: float = 0.85) -> str:
+    """Return a picture with a row per policy: bars of hit rates and of the slowest hundredth of first tokens, by workload."""
+    rows = {(one["workload"], one["policy"]): one for one in result["grid"] if one["load"] == load}
+    policies, left, wide, high = list(dict.fromkeys(policy for _, policy in rows)), 150, 110, 22
+    longest = max(one["ttft_p99_ms"] for one in rows.values())
+    parts = [text(12, 24, f"{result['replicas']} replicas, load {load:.0%}: hit rate, and first token p99 in ms", size=14, weight=600)]
+    for column, workload in enumerate(WORKLOADS):
+        x = left + 2 * column * (wide + 20)
+        parts += [text(x, 50, f"{workload}: hit rate", FAINT), text(x + wide + 20, 50, "first token p99", FAINT)]
+        for row, policy in enumerate(policies):
+            y, one = 60 + row * high, rows[workload, policy]
+            parts += [text(12, y + 13, policy)] if not column else []
+            bars = (
+                (one["hit_rate"], "#2b6cb0", f"{one['hit_rate']:.0%}"),
+                (one["ttft_p99_ms"] / longest, "#b7791f", f"{one['ttft_p99_ms']:,.0f}"),
+            )
+            for place, (share, colour, label) in enumerate(bars):
+                at, length = x + place * (wide + 20), max(1.0, 0.68 * wide * share)
+                parts += [rect(at, y, length, high - 6, colour), text(at + length + 4, y + 13, label, size=11)]
+    return document(left + 6 * (wide + 20), 70 + high * len(policies), "Routing policies compared", parts)
+
+
+FLEET = ("hit rate", "first token p50, ms", "p99", "gap p99, ms", "requests/s", "unanswered per replica", "imbalance")
+
+
+def _fleet_figures(one: dict[str, Any]) -> tuple[str, ...]:
+    times = (f"{one[key]:,.0f}" for key in ("ttft_p50_ms", "ttft_p99_ms", "gap_p99_ms", "requests_per_s"))
+    return f"{one['hit_rate']:.1%}", *times, f"{one['unanswered']:.1f}", f"{one['imbalance']:.1f}"
+
+
+def failures(result: dict[str, Any]) -> str:
+    """Return a table with a row per workload and policy: before and after a death, and after a birth."""
+    lines, parts = [], ("before", "after_death", "after_birth")
+    for one in result["failures"]:
+        hits = (f"{one[part]['hit_rate']:.1%}" for part in parts)
+        times = (f"{one[part]['ttft_p99_ms']:,.0f}" for part in parts)
+        again = (str(one["sent_again"]), f"{one['share_of_the_new_one']:.2f}")
+        lines.append((one["workload"], one["policy"], *hits, *times, *again))
+    head = ("workload", "policy", "hit rate before", "after the death", "after the addition", "first token p99 before, ms")
+    rest = ("after the death", "after the addition", "sent again", "share of the new one")
+    return "\n".join(table((*head, *rest), lines)) + "\n"
+
+
+def keys(result: dict[str, Any]) -> str:
+    """Return a table with a row per workload and kind of prefix hash."""
+    load, lines = result["failure_load"], []
+    for workload in WORKLOADS:
+        rows = [one for one in result["grid"] if one["load"] == load and one["policy"] in ("prefix hash", "bounded prefix hash")]
+        for one in (*rows, *result["keys"]):
+            if one["workload"] == workload:
+                lines.append((workload, one["policy"], *_fleet_figures(one)))
+    return "\n".join(table(("workload", f"policy, load {load:.0%}", *FLEET), lines)) + "\n"
+
+
+def fit(result: dict[str, Any]) -> str:
+    """Return a table of the modelled device: its figures, then recorded and modelled milliseconds."""
+    device, offline = result["device"], result["offline"]
+    told = (
+        ("a pass over replies", f"{1e3 * device['base']:.2f} ms"),
+        ("each of their rows", f"{1e6 * device['row']:.1f} us"),
+        ("each token of their contexts", f"{1e9 * device['context']:.1f} ns"),
+        ("a pass over prompts", f"{1e3 * device['launch']:.2f} ms"),
+        ("each of their tokens, without context", f"{1e6 * device['token']:.1f} us"),
+        ("context that doubles it", f"{device['doubling']:,} tokens"),
+    )
+    rows = [(key, f"{was:.2f}", f"{now:.2f}", f"{100 * (now / was - 1):+.1f}%") for key, (was, now) in result["fit_ms"].items()]
+    was, now = offline["recorded_tok_s"], offline["simulated_tok_s"]
+    rows.append(("offline (not fitted), tokens/s", f"{was:,.0f}", f"{now:,.0f}", f"{100 * (now / was - 1):+.1f}%"))
+    return "\n".join((*table(("part of a step", "takes"), told), "", *table(("row", "recorded, ms", "modelled, ms", ""), rows))) + "\n"
+
+
+SIMPLE = {
+    "embed": embed, "families": families, "http": http, "faults": faults, "host": host,
+    "past": past, "past-parts": past_parts, "all-reduces": all_reduces, "fits": fits,
+    "fleet": fleet, "failures": failures, "keys": keys, "fit": fit,
+}  # fmt: skip
 
 
 def _figure(value: float, key: str, *, of_a_peer: bool = False) -> str:
@@ -181,10 +331,15 @@ def _figure(value: float, key: str, *, of_a_peer: bool = False) -> str:
     return f"{number} {'ms' if key.endswith('_ms') else 's'}"
 
 
-def pictures(text: str, results: Path) -> dict[str, str]:
+def pictures(words: str, results: Path) -> dict[str, str]:
     """Return the pictures that the blocks of a document show, by file name."""
-    files = {name: results / f"{name}.json" for _, kind, name, _ in BLOCK.findall(text) if kind == "bench"}
-    return {f"performance-{name}.svg": draw(read(file)) for name, file in files.items() if file.exists()}
+    files = {name: results / f"{name}.json" for _, kind, name, _ in BLOCK.findall(words) if kind == "bench"}
+    drawn = {f"performance-{name}.svg": draw(read(file)) for name, file in files.items() if file.exists()}
+    for _, kind, name, _ in BLOCK.findall(words):
+        if kind == "fleet" and (file := results / f"{name}.json").exists():
+            result = json.loads(file.read_text(encoding="utf-8"))
+            drawn[f"fleet-{result['replicas']}.svg"] = fleet_picture(result)
+    return drawn
 
 
 def main() -> None:
@@ -193,11 +348,11 @@ def main() -> None:
     parser.add_argument("--document", type=Path, action="append", help="may be given several times (default: all of them)")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results")
     options = parser.parse_args()
-    for document in options.document or DOCUMENTS:
-        text = document.read_text(encoding="utf-8")
-        for name, picture in pictures(text, options.results).items():
-            (document.parent / name).write_text(picture, encoding="utf-8")
-        document.write_text(filled(text, options.results), encoding="utf-8")
+    for page in options.document or DOCUMENTS:
+        words = page.read_text(encoding="utf-8")
+        for name, picture in pictures(words, options.results).items():
+            (page.parent / name).write_text(picture, encoding="utf-8")
+        page.write_text(filled(words, options.results), encoding="utf-8")
 
 
 if __name__ == "__main__":

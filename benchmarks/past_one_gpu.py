@@ -1,0 +1,270 @@
+"""Derive the decode rates of models that need several GPUs from what was measured on one and two.
+
+    python benchmarks/past_one_gpu.py --output benchmarks/results/past-one-gpu.json
+    python benchmarks/write_docs.py
+
+Nothing is run. A decode step with tensor parallelism over n GPUs takes the time in which one GPU reads its part of the weights and of the
+KV, and the time of the all-reduces, two per layer and one exchange at the head. Two estimates of the reading time are made:
+
+- by share: bytes over the measured reading rate times the share of the roofline that a recorded row reaches (`SOURCES`);
+- by layer: bytes over the measured reading rate, and for each layer the microseconds by which that recorded row exceeds its roofline.
+
+The two agree where the parts of a layer are as large as those of the recorded row. Where they are smaller, the first is too fast.
+Sizes are those of the published configs. Contexts are those of `nanovllm bench`: b1 is 128 tokens in and 512 out, b64 128 in and 256 out.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent / "results"
+GPUS = (2, 4, 8)
+BATCHES: Mapping[str, tuple[int, int, int]] = MappingProxyType({"b1": (1, 128, 512), "b64": (64, 128, 256)})  # rows, tokens in, tokens out
+KIB, MIB = 1 << 10, 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The sizes of a model. `experts` is 0 for a dense one, and `ffn` the width of an expert otherwise."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    experts: int = 0
+    used: int = 0
+
+
+SHAPES: Mapping[str, Shape] = MappingProxyType(
+    {
+        "Llama-3.3-70B": Shape(layers=80, hidden=8192, heads=64, kv_heads=8, head_dim=128, ffn=28672, vocab=128256),
+        "Qwen3-235B-A22B": Shape(
+            layers=94, hidden=4096, heads=64, kv_heads=4, head_dim=128, ffn=1536, vocab=151936, experts=128, used=8
+        ),
+    }
+)  # fmt: skip
+CASES = (("Llama-3.3-70B", "bf16"), ("Llama-3.3-70B", "fp8"), ("Qwen3-235B-A22B", "fp8"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """The recorded rows that say how near to the roofline steps come."""
+
+    file: str
+    model: str | None  # in a file of several models
+    layers: int
+
+
+SOURCES: Mapping[tuple[str, str], Source] = MappingProxyType(
+    {
+        ("dense", "bf16"): Source(file="h200-8b.json", model=None, layers=36),
+        ("dense", "fp8"): Source(file="h100-8b-fp8.json", model=None, layers=36),
+        ("experts", "fp8"): Source(file="h200-families.json", model="qwen3-30b-a3b", layers=48),  # in bf16: none is recorded in FP8
+    }
+)
+CARDS: Mapping[str, str] = MappingProxyType({"H100": "h100-8b-fp8.json", "H200": "h200-8b.json"})  # where their rates were measured
+MEMORY_GB: Mapping[str, int] = MappingProxyType({"H100": 80, "H200": 141})
+
+# Microseconds of an all-reduce of bf16 numbers by bytes. Measured: two GPUs of one host joined by NV18, in a CUDA graph, torch 2.11, its
+# symmetric memory without multicast. Published: parallel.md's sources; None where the source has no such size.
+MEASURED: Mapping[str, Mapping[str, Mapping[int, float]]] = MappingProxyType(
+    {
+        "H100": {
+            "NCCL": {
+                2 * KIB: 15.2, 8 * KIB: 15.7, 64 * KIB: 16.3, 256 * KIB: 17.5, 512 * KIB: 18.9, 2 * MIB: 36.7, 8 * MIB: 55.3
+            },
+            "one-shot": {
+                2 * KIB: 8.2, 8 * KIB: 8.5, 64 * KIB: 8.5, 256 * KIB: 10.3, 512 * KIB: 11.8, 2 * MIB: 20.4, 8 * MIB: 54.0
+            },
+            "two-shot": {2 * KIB: 7.1, 8 * KIB: 7.2, 64 * KIB: 7.9, 256 * KIB: 8.1, 512 * KIB: 9.5, 2 * MIB: 14.0, 8 * MIB: 33.0},
+        },
+        "H200": {
+            "NCCL": {2 * KIB: 15.6, 64 * KIB: 17.2, 512 * KIB: 20.9, 2 * MIB: 38.9},
+            "one-shot": {2 * KIB: 6.3, 64 * KIB: 7.0, 512 * KIB: 9.7, 2 * MIB: 18.7},
+            "two-shot": {2 * KIB: 6.2, 64 * KIB: 7.1, 512 * KIB: 7.7, 2 * MIB: 12.8},
+        },
+    }
+)  # fmt: skip
+PUBLISHED: Mapping[int, Mapping[str, Mapping[int, float]]] = MappingProxyType(
+    {
+        4: {
+            "one-shot, sglang#2904": {8 * KIB: 3.7, 64 * KIB: 4.8, 512 * KIB: 13.9},
+            "one-stage, vllm#24111": {512 * KIB: 10.0, MIB: 15.0},
+            "two-stage, vllm#24111": {512 * KIB: 17.0, MIB: 18.0},
+            "NCCL, vllm#24111": {512 * KIB: 17.0, MIB: 19.0},
+        },
+        8: {
+            "one-shot, sglang#2904": {8 * KIB: 5.7, 64 * KIB: 7.8, 512 * KIB: 16.7},
+            "NCCL, Triton-distributed#57": {16 * KIB: 20.7, 64 * KIB: 23.0, 256 * KIB: 24.8},
+        },
+    }
+)  # fmt: skip
+
+
+def matrix_bytes(shape: Shape, dtype: str, rows: float) -> tuple[float, float, float]:
+    """The bytes that a step of `rows` rows reads, of matrices that are cut over the GPUs, of the head, and of the router of experts.
+
+    FP8 has a scale of four bytes for each row of a matrix; head and router stay in bfloat16. Of E experts a step reads
+    `E (1 - (1 - k/E)^rows)`, if every token chooses k of them at random. With infinitely many rows these are the bytes in memory.
+    """
+    q, kv, hidden = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.hidden
+    layer = _matrix(q + 2 * kv, hidden, dtype) + _matrix(hidden, q, dtype)
+    mlp = _matrix(2 * shape.ffn, hidden, dtype) + _matrix(hidden, shape.ffn, dtype)
+    router = shape.layers * 2 * hidden * shape.experts
+    return shape.layers * (layer + mlp * read_experts(shape, rows)), 2.0 * shape.vocab * hidden, float(router)
+
+
+def read_experts(shape: Shape, rows: float) -> float:
+    """The expected number of experts of a layer that a step reads; 1 for a dense model."""
+    return shape.experts * (1 - (1 - shape.used / shape.experts) ** rows) if shape.experts else 1.0
+
+
+def _matrix(outputs: int, inputs: int, dtype: str) -> float:
+    return outputs * inputs * 2 if dtype == "bf16" else outputs * inputs + 4 * outputs
+
+
+def kv_bytes(shape: Shape, gpus: int) -> float:
+    """The bytes of a token's keys and values on one GPU. With more GPUs than KV heads each GPU has one whole head."""
+    return shape.layers * 2 * max(1.0, shape.kv_heads / gpus) * shape.head_dim * 2
+
+
+def gpu_bytes(shape: Shape, dtype: str, gpus: int, rows: int, context: float) -> float:
+    """The bytes that one GPU reads in a step."""
+    cut, head, router = matrix_bytes(shape, dtype, rows)
+    return (cut + head) / gpus + router + rows * context * kv_bytes(shape, gpus)
+
+
+def memory_bytes(shape: Shape, dtype: str, gpus: int) -> float:
+    """The bytes of weights on one GPU. The embedding is whole on each, so that it needs no exchange."""
+    cut, head, router = matrix_bytes(shape, dtype, float("inf"))
+    return (cut + head) / gpus + router + head
+
+
+def flops(shape: Shape, rows: int) -> float:
+    """The operations of a step in matrix products, over all GPUs."""
+    cut, head, router = matrix_bytes(shape, "bf16", 1)  # the experts of one token, at two bytes a weight
+    return rows * (cut + head + router)
+
+
+def all_reduce(size: int, card: str, gpus: int) -> dict[str, Any]:
+    """The fastest all-reduce of a size: microseconds, by which way, and whether measured, published, or beyond the published sizes."""
+    ways = MEASURED[card] if gpus == 2 else PUBLISHED[gpus]
+    found = []
+    for way, points in ways.items():
+        if size > max(points) and gpus != 2 and any(size <= max(other) for other in ways.values()):
+            continue  # another source has this size
+        if size >= min(points) or gpus == 2:
+            found.append((_between(points, size), way, size > max(points)))
+    us, way, beyond = min(found)
+    return {"us": us, "way": way, "from": "measured" if gpus == 2 else "extrapolated" if beyond else "published"}
+
+
+def _between(points: Mapping[int, float], size: int) -> float:
+    """The line between the nearest points; below the first its value, beyond the last the last line goes on."""
+    known = sorted(points.items())
+    if size <= known[0][0]:
+        return known[0][1]
+    (x, y), (z, w) = next(((a, b) for a, b in pairwise(known) if size <= b[0]), (known[-2], known[-1]))
+    return y + (w - y) * (size - x) / (z - x)
+
+
+def sources(results: Path = RESULTS) -> dict[tuple[str, str, str], tuple[float, float]]:
+    """By kind of model, dtype and batch: the share of the roofline of the recorded row, and its microseconds per layer beyond it."""
+    found = {}
+    for (kind, dtype), source in SOURCES.items():
+        file = _read(results / source.file)
+        for batch in BATCHES:
+            key = f"{batch}_decode_tok_s"
+            row = file["models"][source.model][key] if source.model else next(one for one in file["workloads"] if one["key"] == key)
+            share = row["roofline_percent"] / 100
+            found[kind, dtype, batch] = share, 1e3 * row["step_ms"] * (1 - share) / source.layers
+    return found
+
+
+def usable_bytes(card: str, results: Path = RESULTS) -> float:
+    """The bytes that a GPU has for weights and KV: what the engine gave them in the recorded run of Qwen3-8B in FP8 on 80 GB.
+
+    For other cards as much of their nominal memory.
+    """
+    pages = _read(results / "h100-8b-fp8.json")["num_pages"]
+    eight = Shape(layers=36, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=12288, vocab=151936)
+    return (pages * 16 * kv_bytes(eight, 1) + memory_bytes(eight, "fp8", 1)) * MEMORY_GB[card] / MEMORY_GB["H100"]
+
+
+def derived(results: Path = RESULTS) -> dict[str, Any]:
+    """All rates: a row per model, dtype, card, number of GPUs and batch."""
+    known, rows, fits = sources(results), [], []
+    rates = {card: _read(results / file)["roofline"] for card, file in CARDS.items()}
+    for name, dtype in CASES:
+        shape = SHAPES[name]
+        for card in CARDS:
+            usable = usable_bytes(card, results)
+            for gpus in GPUS:
+                left = (usable - memory_bytes(shape, dtype, gpus)) / kv_bytes(shape, gpus)
+                weights = round(memory_bytes(shape, dtype, gpus) / 1e9, 1)
+                fits.append({"model": name, "dtype": dtype, "card": card, "gpus": gpus, "weights_gb": weights, "kv_tokens": int(left)})
+                for batch in BATCHES:
+                    source = known["experts" if shape.experts else "dense", dtype, batch]
+                    row = step(shape, dtype, card, gpus, batch, source, rates[card])
+                    rows.append({"model": name, "dtype": dtype, "card": card, "gpus": gpus, "batch": batch, **row})
+                    rows[-1]["fits"] = left >= _tokens(batch)
+    told = {f"{kind} {dtype} {batch}": [round(share, 3), round(us, 1)] for (kind, dtype, batch), (share, us) in known.items()}
+    ways = [{"gpus": f"2 {card}", "way": way, "us": dict(us)} for card, each in MEASURED.items() for way, us in each.items()]
+    ways += [{"gpus": f"{gpus} H100", "way": way, "us": dict(us)} for gpus, each in PUBLISHED.items() for way, us in each.items()]
+    return {
+        "command": "python benchmarks/past_one_gpu.py",
+        "usable_gb": {card: round(usable_bytes(card, results) / 1e9, 1) for card in CARDS},
+        "rates": rates,
+        "sources": told,
+        "all_reduces": ways,
+        "fits": fits,
+        "rows": rows,
+    }
+
+
+def step(
+    shape: Shape, dtype: str, card: str, gpus: int, batch: str, source: tuple[float, float], rates: Mapping[str, float]
+) -> dict[str, Any]:
+    """The milliseconds of a step and its parts, and tokens per second, by both estimates."""
+    (rows, length, reply), (share, layer_us) = BATCHES[batch], source
+    read = gpu_bytes(shape, dtype, gpus, rows, length + reply / 2)
+    limit = max(read / (rates["read_gb_s"] * 1e9), flops(shape, rows) / gpus / (rates["matmul_tflop_s"] * 1e12))
+    reduced = all_reduce(rows * shape.hidden * 2, card, gpus)
+    head = all_reduce(rows * 8, card, 2)["us"] if gpus == 2 else min(min(points.values()) for points in PUBLISHED[gpus].values())
+    exchanged = (2 * shape.layers * reduced["us"] + head) / 1e6
+    by_share, by_layer = limit / share + exchanged, limit + shape.layers * layer_us / 1e6 + exchanged
+    return {
+        "gpu_gb": round(read / 1e9, 2), "roofline_ms": round(1e3 * limit, 3), "all_reduce_us": round(reduced["us"], 1),
+        "all_reduce_by": reduced["way"], "all_reduce_from": reduced["from"], "all_reduces_ms": round(1e3 * exchanged, 3),
+        "share_ms": round(1e3 * by_share, 2), "layer_ms": round(1e3 * by_layer, 2),
+        "share_tok_s": round(rows / by_share, 1), "layer_tok_s": round(rows / by_layer, 1),
+    }  # fmt: skip
+
+
+def _tokens(batch: str) -> int:
+    rows, length, reply = BATCHES[batch]
+    return rows * (length + reply)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def main() -> None:
+    """Write the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=RESULTS / "past-one-gpu.json")
+    options = parser.parse_args()
+    options.output.write_text(json.dumps(derived(), indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
