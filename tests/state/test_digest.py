@@ -47,6 +47,7 @@ def test_reading_changes_nothing(model: nv.Model) -> None:
         lambda model, state: replace(state, expected_reply=state.expected_reply + 1),
         lambda model, state: replace(state, stats=state.stats.add(reused_tokens=1)),
         lambda model, state: replace(state, next_id=state.next_id + 1),
+        lambda model, state: replace(state, chunks=state.chunks.delete(0)),
     ],
 )
 def test_changes_are_seen(model: nv.Model, change: Callable[[nv.Model, nv.EngineState], nv.EngineState]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -91,6 +91,10 @@ def same(a: Any, b: Any) -> bool:
 
 
 @given(VALUES)
+@example([True, 1])
+@example([True])
+@example([-0.0, float("nan"), "\ud800"])
+@example([1 << 70, -1])
 def test_values_survive(value: Any) -> None:
     assert same(decode(encode(value), CHUNKS.__getitem__), value)
 

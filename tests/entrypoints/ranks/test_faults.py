@@ -66,6 +66,16 @@ def test_a_rank_is_stopped() -> None:
         dead(llm)
 
 
+def test_a_rank_is_stopped_while_idle() -> None:
+    with started(rank_timeout=1.0) as llm:
+        os.kill(pids_of(llm)[0], signal.SIGSTOP)
+        stopped = time.monotonic()
+        while llm.state.runtime.lease.dead is None and time.monotonic() < stopped + 5:
+            time.sleep(0.05)
+        with dies("rank 1 .* does not answer for 1 seconds"):
+            nv.memory(llm.state)
+
+
 def test_a_slow_rank_is_waited_for_and_one_that_is_stuck_is_not() -> None:
     with started("slow_then_stuck", grouped=True, rank_timeout=1.5) as llm:
         assert len(llm.generate("Hello", nv.SamplingParams(temperature=0, max_tokens=3))[0].token_ids) == 3
