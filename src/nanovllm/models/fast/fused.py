@@ -304,9 +304,10 @@ def _added(
     if gain is None and mesh is None:
         return norm_linear(x, weight, bias=bias, residual=residual, cut=cut)
     product = norm_linear(x, weight, bias=bias, cut=cut)
-    if gain is None and mesh is not None:
-        return all_reduce_add(product, residual, mesh, slot)
-    return norm_add(all_reduce(product, mesh), gain, residual, eps)
+    if gain is not None:
+        return norm_add(all_reduce(product, mesh), gain, residual, eps)
+    assert mesh is not None
+    return all_reduce_add(product, residual, mesh, slot)
 
 
 def _added_normed(

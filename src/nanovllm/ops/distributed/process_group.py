@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -160,7 +161,7 @@ def make_mesh(device: torch.device | str | None = None) -> Mesh:
         if missing:
             raise InvalidRequestError(f"make_mesh: {' and '.join(missing)} not set: start the program by torchrun")
         backend = "gloo" if where.type == "cpu" else "cpu:gloo,cuda:nccl"
-        own = {} if where.type == "cpu" else {"device_id": where}
+        own: dict[str, Any] = {} if where.type == "cpu" else {"device_id": where}
         dist.init_process_group(backend, timeout=timedelta(minutes=MINUTES), **own)
     world = dist.group.WORLD
     assert world is not None

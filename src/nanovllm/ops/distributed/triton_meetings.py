@@ -40,7 +40,7 @@ def _wait(flag, expected, then, failed):
 def _tell(table, flags, program, rank, failed, SIZE: tl.constexpr):
     """Set this rank's flags on the other GPUs. Returns whether all could be set."""
     good = True
-    for peer in tl.static_range(SIZE):
+    for peer in tl.static_range(SIZE):  # pyright: ignore[reportGeneralTypeIssues]
         if peer != rank:
             there = (tl.load(table + peer) + flags).to(tl.pointer_type(tl.int32)) + program * SIZE + rank
             good = good & _wait(there, 0, 1, failed)
@@ -51,7 +51,7 @@ def _tell(table, flags, program, rank, failed, SIZE: tl.constexpr):
 def _hear(own, flags, program, rank, failed, SIZE: tl.constexpr):
     """Wait for the flags of the other ranks, and clear them. Returns whether all came."""
     good = True
-    for peer in tl.static_range(SIZE):
+    for peer in tl.static_range(SIZE):  # pyright: ignore[reportGeneralTypeIssues]
         if peer != rank:
             mine = (own + flags).to(tl.pointer_type(tl.int32)) + program * SIZE + peer
             good = good & _wait(mine, 1, 0, failed)
@@ -90,7 +90,7 @@ def _reduce(y, x, out, table, failed, n, rank, data, flags, SIZE: tl.constexpr, 
     own = tl.load(table + rank)
     if PDL:
         gdc_wait()
-    tl.store(tl.multiple_of((own + data).to(tl.pointer_type(kind)), 16) + at, tl.load(y + at, mask=here), mask=here)
+    tl.store(tl.multiple_of((own + data).to(tl.pointer_type(kind)), 16) + at, tl.load(y + at, mask=here), mask=here)  # pyright: ignore[reportArgumentType]
     residual = tl.load(x + at, mask=here, other=0.0).to(tl.float32) if ADDS else tl.zeros((BLOCK,), tl.float32)
     _meet(table, own, flags, program, rank, failed, SIZE)
     tl.store(out + at, (residual + _sum(table, data, at, here, kind, SIZE, BLOCK)).to(kind), mask=here)
@@ -113,9 +113,9 @@ def _reduce_norm(
     part = tl.load(bias + column, mask=here, other=0.0).to(tl.float32) if BIASED else tl.zeros((BLOCK,), tl.float32)
     if PDL:
         gdc_wait()
-    for number in tl.static_range(PARTS):
+    for number in tl.static_range(PARTS):  # pyright: ignore[reportGeneralTypeIssues]
         part += tl.load(parts + number * rows * width + at, mask=here, other=0.0).to(tl.float32)
-    tl.store(tl.multiple_of((own + data).to(tl.pointer_type(kind)), 16) + at, part.to(kind), mask=here)
+    tl.store(tl.multiple_of((own + data).to(tl.pointer_type(kind)), 16) + at, part.to(kind), mask=here)  # pyright: ignore[reportArgumentType]
     residual = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
     _meet(table, own, flags, row, rank, failed, SIZE)
     added = (residual + _sum(table, data, at, here, kind, SIZE, BLOCK)).to(kind)
@@ -133,7 +133,7 @@ def _gather(y, out, table, failed, columns, most, rank, data, flags, SIZE: tl.co
     here, at = column < columns, row * columns + column
     kind: tl.constexpr = y.dtype.element_ty
     own = tl.load(table + rank)
-    tl.store((own + data).to(tl.pointer_type(kind)) + at, tl.load(y + at, mask=here), mask=here)
+    tl.store((own + data).to(tl.pointer_type(kind)) + at, tl.load(y + at, mask=here), mask=here)  # pyright: ignore[reportArgumentType]
     _meet(table, own, flags, program, rank, failed, SIZE)
     for peer in tl.static_range(SIZE):
         part = (tl.load(table + peer) + data).to(tl.pointer_type(kind))
@@ -175,7 +175,15 @@ def reduce_norm(
     how: dict[str, Any] = {"SIZE": shared.size, "BLOCK": block, "PARTS": len(parts), "BIASED": bias is not None, "PDL": pdl}
     with torch.cuda.device_of(x):
         cast(Any, _reduce_norm)[(rows,)](
-            parts, x if bias is None else bias, x, gain, out, normed, *place, **how, **launch_options(min(16, max(4, block // 512)), pdl)
+            parts,
+            x if bias is None else bias,
+            x,
+            gain,
+            out,
+            normed,
+            *place,
+            **how,
+            **launch_options(min(16, max(4, int(block) // 512)), pdl),
         )
     return out, normed
 
