@@ -1,4 +1,4 @@
-"""nanovllm: a language-model inference engine for one GPU, written as a functional program.
+"""nanovllm: a language-model inference engine for one GPU or a few, written as a functional program.
 
 The model is a pure function of `(params, KVState, batch)`. KV pages and chunks are values: every call takes the engine's state and returns
 the next one. `LLM` wraps all of this for programs that only need text.

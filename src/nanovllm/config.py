@@ -112,7 +112,7 @@ class Mesh:
         owner: What keeps the group alive.
 
     Examples:
-        >>> Mesh(size=2, rank=0, group=7)
+        >>> nv.Mesh(size=2, rank=0, group=7)
         Mesh(size=2, rank=0)
     """
 

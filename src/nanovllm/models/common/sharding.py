@@ -43,7 +43,7 @@ def sharded_config(config: ModelConfig, mesh: Mesh) -> ModelConfig:
         InvalidRequestError: A size cannot be divided among the ranks.
 
     Examples:
-        >>> part = sharded_config(model.config, Mesh(size=2, rank=0, group=7))
+        >>> part = sharded_config(model.config, nv.Mesh(size=2, rank=0, group=7))
         >>> part.num_heads, part.num_kv_heads, part.intermediate_size
         (2, 1, 320)
     """

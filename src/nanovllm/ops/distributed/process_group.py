@@ -79,7 +79,7 @@ class ProcessGroup:
             if not x.is_cuda:
                 return torch.stack(self._gathered(x))
             out = x.new_empty((self.size, *x.shape))
-            dist.all_gather_into_tensor(out, x.contiguous(), group=self._group)
+            dist.all_gather(list(out.unbind()), x.contiguous(), group=self._group)
             return out
 
     def gather_columns(self, x: Tensor, width: int) -> Tensor:
