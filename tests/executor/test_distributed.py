@@ -22,7 +22,7 @@ R = TypeVar("R")
 
 def on_ranks(size: int, function: Callable[[Mesh], R]) -> list[R]:
     """What a function returns on each of some ranks."""
-    return run_ranks(function, size, seconds=10)
+    return run_ranks(function, size, seconds=10.0)
 
 
 def test_values_are_those_of_rank_0() -> None:
