@@ -170,6 +170,22 @@ class LLM:
             self.model = model
             self._state = init_state(self.model, **limits)
 
+    @staticmethod
+    def around(model: Model, state: EngineState) -> "LLM":
+        """An `LLM` over an engine that was made before. Its state belongs to the `LLM` from now on.
+
+        Args:
+            model: The model.
+            state: The newest state of the engine.
+
+        Examples:
+            >>> nv.LLM.around(model, state).generate("Hello", nv.SamplingParams(temperature=0, max_tokens=4))[0].text
+            '! How can I'
+        """
+        llm = LLM.__new__(LLM)
+        llm.model, llm._state, llm._dropped, llm._inbox = model, state, deque[tuple[str, int]](), Map()
+        return llm
+
     def __repr__(self) -> str:
         return f"LLM({self.model!r}, {self._state!r})"
 

@@ -29,6 +29,10 @@ class Mirror(Protocol):
         """Raise `EngineDeadError` unless all ranks hold the same state, `state`, which is the newest here."""
         ...
 
+    def require_alive(self) -> None:
+        """Raise `EngineDeadError` if a rank has ended, also while no call is made."""
+        ...
+
     def close(self) -> None:
         """End the other ranks."""
         ...

@@ -314,3 +314,48 @@ def test_an_engine_that_fails_again_and_again_stays_down(served: Any):
         server.wait(lambda count=count: len(server.lines) > count + 1)
     assert ["is not started again" in line for line in server.lines[2:]] == [False] * 5 + [True]
     assert server.get("/health") == 503 and server.children() == [front]
+
+
+def test_an_engine_of_two_ranks(served: Any, tmp_path: Path) -> None:
+    """Replies, chunks and their files are those of one rank; a rank that dies ends the engine, which is started again."""
+    server = served("--tensor-parallel-size", "2", "--chunk-dir", str(tmp_path)).ready()
+    assert server.right()
+    made = server.post({"name": "king", "text": "The king of Aistonia is Oswin."}, "/v1/chunks")
+    assert made.status == 200, made.read()
+    for path in ("/v1/chunks/king/save", "/v1/chunks/king/load"):
+        answer = server.post({"replace": True} if path.endswith("load") else {}, path)
+        assert answer.status == 200, answer.read()
+    asked = {"model": "tiny", "prompt": " Who is the king?", "max_tokens": 8, "temperature": 0, "chunks": ["king"]}
+    first = json.loads(server.post(asked).read())["choices"][0]["text"]
+    ranks = followers()
+    assert len(ranks) == 1
+    reader, _ = stream(server)
+    os.kill(ranks[0], signal.SIGKILL)
+    reader.join(20)
+    assert not reader.is_alive(), "the stream ends"
+    end = time.monotonic() + 30
+    while not server.right():
+        assert time.monotonic() < end, "the engine is started again"
+        time.sleep(0.2)
+    assert json.loads(server.post(asked).read())["choices"][0]["text"] == first, "with its chunk"
+    again = followers()
+    assert len(again) == 1 and again != ranks
+    server.process.terminate()
+    assert server.end() == 0
+    assert gone(again)
+
+
+def followers() -> list[int]:
+    """The processes of ranks other than 0 that descend from this one."""
+    parents, found = dict[int, int](), list[int]()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                if b"ranks.follower" in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+
+    def own(pid: int) -> bool:
+        return pid == os.getpid() or (pid > 1 and own(parents.get(pid, 0)))
+
+    return [pid for pid in found if own(pid)]

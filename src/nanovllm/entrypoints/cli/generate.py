@@ -51,8 +51,6 @@ def run_generate(options: argparse.Namespace) -> int:
     if options.input is not None:
         if options.prompts is not None or options.prompt or options.stream or options.chat or options.system or options.no_think:
             raise InvalidRequestError("--input cannot be combined with a prompt, --prompts, --stream or --chat: its lines say what to do")
-        if options.tensor_parallel_size > 1:
-            raise InvalidRequestError("--tensor-parallel-size cannot be combined with --input, whose server runs on one GPU")
         if given := [name for name in SamplingParams.__dataclass_fields__ if vars(options).get(name) is not None]:
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
             raise InvalidRequestError(f"{flags}: with --input, each line has its own: leave it out")

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from nanovllm.entrypoints.arguments import add_model_options, engine_limits, positive, rounding, source
+from nanovllm.entrypoints.arguments import add_model_options, add_ranks, engine_limits, positive, rounding, source
 from nanovllm.entrypoints.server.settings import Settings
 from nanovllm.errors import InvalidRequestError
 from nanovllm.loading.hub import resolve_folder
@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("name", nargs="?", metavar="MODEL", help="the same as --model (default: tiny, the packaged model)")
     add_model_options(parser)
+    add_ranks(parser)
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", metavar="A", help="the address to listen on (default: 127.0.0.1, this machine alone)")
     group.add_argument("--port", type=int, default=8000, metavar="N", help="the port; 0: any free one (default: 8000)")
@@ -132,6 +133,7 @@ def run(options: argparse.Namespace) -> int:
         **engine_limits(options),
         **source(options),
         **rounding(options),
+        "tensor_parallel_size": options.tensor_parallel_size,
         "download": False,
         "device": options.device,
         "dtype": options.dtype,

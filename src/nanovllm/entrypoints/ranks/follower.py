@@ -38,6 +38,9 @@ class Repeated:
     def compare(self, state: Any) -> None:
         """Rank 0 compares."""
 
+    def require_alive(self) -> None:
+        """Rank 0 looks after the ranks."""
+
     def close(self) -> None:
         """Rank 0 ends the ranks."""
 

@@ -73,6 +73,10 @@ class Leader:
                 self._followers.broadcast(Kind.REPORT)
                 self._compared(self._outcome(state), self._followers.settings.rank_timeout)
 
+    def require_alive(self) -> None:
+        """Raise `EngineDeadError` if a rank has ended."""
+        self._followers.require_alive()
+
     def close(self) -> None:
         """End the other ranks."""
         self._followers.close()

@@ -25,6 +25,7 @@ from nanovllm.state.digest import SIZE, digest
 from nanovllm.state.engine_state import EngineState
 
 LONGEST = 86_400  # seconds
+RANK_TIMEOUT = 60.0  # seconds; as in `LLM`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,7 @@ class Settings:
         whole: Whether their digests are those of `digest(whole=True)`.
         grouped: Whether the ranks join a process group and share the model. Otherwise each has the whole model, for tests.
         threads: The threads of torch.
+        change: What is made of the model before the engine: a function of a model as `module:name`, and its further arguments.
         hook: A function of the rank, its model, its state and its process group, that returns a model and a state, as `module:name`.
     """
 
@@ -48,11 +50,12 @@ class Settings:
     devices: tuple[str, ...]
     loading: Mapping[str, Any] = field(default_factory=dict)
     limits: Mapping[str, Any] = field(default_factory=dict)
-    rank_timeout: float = 60.0
+    rank_timeout: float = RANK_TIMEOUT
     compared: int = COMPARED
     whole: bool = False
     grouped: bool = True
     threads: int = 1
+    change: tuple[str, tuple[str, ...]] | None = None
     hook: str | None = None
 
     def encode(self) -> bytes:
@@ -63,7 +66,8 @@ class Settings:
     def decode(body: bytes) -> "Settings":
         """The settings from bytes."""
         given = json.loads(body)
-        return Settings(**{**given, "devices": tuple(given["devices"])})
+        change = None if given["change"] is None else (given["change"][0], tuple(given["change"][1]))
+        return Settings(**{**given, "devices": tuple(given["devices"]), "change": change})
 
 
 def build(settings: Settings, rank: int, store: Any, joins: Callable[[Mesh], None]) -> tuple[Model, EngineState]:
@@ -85,11 +89,17 @@ def build(settings: Settings, rank: int, store: Any, joins: Callable[[Mesh], Non
         group = joined(store, rank, size, device, timedelta(seconds=settings.rank_timeout))
         joins(mesh := mesh_of(group, device))
     model = load_model(settings.model, device, **settings.loading, mesh=mesh)
+    if settings.change is not None:
+        model = _named(settings.change[0])(model, *settings.change[1])
     state = init_state(model, **settings.limits)
     if settings.hook is not None:
-        module, name = settings.hook.split(":")
-        model, state = getattr(importlib.import_module(module), name)(rank, model, state, group)
+        model, state = _named(settings.hook)(rank, model, state, group)
     return model, state
+
+
+def _named(name: str) -> Callable[..., Any]:
+    module, function = name.split(":")
+    return getattr(importlib.import_module(module), function)
 
 
 def begun(state: EngineState, *, whole: bool) -> str:

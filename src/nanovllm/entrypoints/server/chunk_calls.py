@@ -26,6 +26,7 @@ from nanovllm.entrypoints.server.saved_list import listed
 from nanovllm.entrypoints.server.side_thread import Between, Later
 from nanovllm.entrypoints.server.wire import Keep
 from nanovllm.errors import ChunkFileError, EngineDeadError, InvalidRequestError, NanoVLLMError, OutOfPagesError
+from nanovllm.executor.executor import runtime_of
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.request import RequestOutput
 
@@ -221,7 +222,11 @@ def _put_into_pages(held: Held, found: Any, space: str, name: str, *, replaced: 
     """Name a chunk that was read."""
     head, whole = found
     held.named.require_room(held.state, space, name, replaced=replaced)
-    loaded = chunk_file.place(held.model, held.state, head, Path(name), lambda: blocks.windows_of(head, whole), namespace)
+    if runtime_of(held.state).mirror is None:
+        loaded = chunk_file.place(held.model, held.state, head, Path(name), lambda: blocks.windows_of(head, whole), namespace)
+    else:  # the other ranks read the file, too
+        with saved_chunks.opened(saved_chunks.path_of(held.named.limits, space, name), f"the chunk {name!r}") as fd:
+            loaded = chunk_file.load(held.model, held.state, fd, Path(name), namespace)
     held, value = _named(held, loaded, space, name, replaced=replaced)
     if not isinstance(value, NanoVLLMError):
         saved_chunks.mark(saved_chunks.path_of(held.named.limits, space, name), name)

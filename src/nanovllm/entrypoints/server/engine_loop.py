@@ -45,6 +45,7 @@ from nanovllm.entrypoints.server.wire import (
     take_frames,
 )
 from nanovllm.errors import EngineDeadError, InvalidRequestError, NanoVLLMError, OutOfPagesError, QueueFullError
+from nanovllm.executor.executor import runtime_of
 from nanovllm.models.model import Model
 from nanovllm.sampling.compiled_grammar import is_compiled
 from nanovllm.sampling.grammar import Grammar
@@ -60,6 +61,7 @@ MOST_FILES = 32  # chunks that are being saved or loaded
 MOST_LOOKS = 32  # lists and deletions of chunk files
 MOST_COMPILED = 256  # requests whose grammars are being compiled
 MOST_KNOWN = 64  # sampling options, and grammars, that are kept for further requests
+LOOK_SECONDS = 1.0  # between two looks at the other ranks of an engine that has nothing to do
 GATHER_SECONDS = 0.004  # that the first of several requests waits for the others, at most
 QUIET_SECONDS = 0.001  # in which one of them must come
 
@@ -114,6 +116,8 @@ class EngineLoop:
         for beside in (self._files, self._grammars, self._folders):
             self._selector.register(beside.woken, selectors.EVENT_READ, beside.woken)
         self._ended = False
+        self._mirror = runtime_of(state).mirror
+        self._rest = None if self._mirror is None else LOOK_SECONDS  # for which it may sleep while there is nothing to do
 
     def load_chunks(self, *, again: bool) -> None:
         """Make the chunk folder ready, and, if the engine is started `again` or chunks are kept, load the chunks that the one before it had
@@ -141,7 +145,9 @@ class EngineLoop:
         try:
             while not self._ended:
                 idle = not (self.state.running or self.state.waiting)
-                self._look(None if idle and not (self._files.waits or self._folders.waits or self._grammars.waits) else 0.0)
+                self._look(self._rest if idle and not (self._files.waits or self._folders.waits or self._grammars.waits) else 0.0)
+                if self._mirror is not None:
+                    self._mirror.require_alive()
                 self._turn(self._grammars)
                 if idle and self.state.waiting:
                     self._gather()

@@ -10,11 +10,14 @@ from typing import Any
 from nanovllm.entrypoints.async_llm import STEP_MS
 from nanovllm.entrypoints.llm import LLM
 from nanovllm.entrypoints.process import freeze
+from nanovllm.entrypoints.ranks.leader import start
+from nanovllm.entrypoints.ranks.settings import RANK_TIMEOUT, chosen_devices, settings_of
 from nanovllm.entrypoints.server.engine_loop import EngineLoop
 from nanovllm.entrypoints.server.serving_tokenizer import ReplyFormats
 from nanovllm.entrypoints.server.starting import DEAD, READY, tell
 from nanovllm.errors import EngineDeadError, NanoVLLMError
-from nanovllm.loading.load_model import load_model
+from nanovllm.loading.load_model import load_model, resolve_device
+from nanovllm.models.model import Model
 from nanovllm.sampling.compiled_grammar import prepare_grammars
 
 WHERE = {
@@ -70,11 +73,26 @@ def load_llm(model: str, options: dict[str, Any], tool_parser: str, reasoning_pa
         NanoVLLMError: As `LLM`, or a format's name is unknown.
     """
     options = dict(options)
+    size = options.pop("tensor_parallel_size", 1)
     where = {name: options.pop(name, default) for name, default in WHERE.items()}
-    loaded = load_model(model, **where, max_model_len=options.get("max_model_len"))
-    if loaded.tokenizer is not None:
-        formats = ReplyFormats.of(loaded.tokenizer, tool_parser, reasoning_parser)
-        loaded = replace(loaded, tokenizer=formats.shown(loaded.tokenizer))
-    if options.get("max_step_ms") is None and loaded.device.type == "cuda":
+    cuda = resolve_device(where["device"]).type == "cuda"
+    if options.get("max_step_ms") is None and cuda:
         options["max_step_ms"] = STEP_MS  # as in an `AsyncLLM`
-    return LLM(loaded, **options)
+    if size > 1:
+        devices = chosen_devices(size, where.pop("device"), None)
+        settings = settings_of(model, devices, {**where, "max_model_len": options.get("max_model_len")}, options, RANK_TIMEOUT)
+        return LLM.around(*start(replace(settings, change=(f"{__name__}:shown", (tool_parser, reasoning_parser)))))
+    loaded = load_model(model, **where, max_model_len=options.get("max_model_len"))
+    return LLM(shown(loaded, tool_parser, reasoning_parser), **options)
+
+
+def shown(model: Model, tool_parser: str, reasoning_parser: str) -> Model:
+    """A model whose texts show the marks of tool calls and think blocks.
+
+    Raises:
+        InvalidRequestError: A format's name is unknown.
+    """
+    if model.tokenizer is None:
+        return model
+    formats = ReplyFormats.of(model.tokenizer, tool_parser, reasoning_parser)
+    return replace(model, tokenizer=formats.shown(model.tokenizer))
