@@ -110,6 +110,7 @@ class Mesh:
         rank: The number of this rank, from 0.
         group: The handle of the ranks' collective operations; see `ops/distributed/group.py`.
         owner: What keeps the group alive.
+        led: Whether the other ranks only repeat calls with one engine's states. Other calls with the model would wait for them in vain.
 
     Examples:
         >>> nv.Mesh(size=2, rank=0, group=7)
@@ -120,6 +121,7 @@ class Mesh:
     rank: int
     group: int = field(repr=False)
     owner: object = field(default=None, repr=False, compare=False)
+    led: bool = field(default=False, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -173,3 +173,60 @@ def test_decode_steps_of_a_caller() -> None:
         return [row.token_ids for row in rows]
 
     assert run_ranks(run, 2) == [run(None)] * 2
+
+
+def test_gradients_are_refused() -> None:
+    config = tiny_config()
+
+    def run(mesh: Mesh) -> None:
+        model = random_model(config, mesh=mesh)
+        batch = nv.Batch.of_prompts([[5, 6, 7]])
+        logits, _ = nv.forward(model.params, None, batch, model.config)
+        assert logits.shape == (3, config.vocab_size)
+        learning = replace(model.params, final_norm=model.params.final_norm.clone().requires_grad_())
+        with pytest.raises(nv.InvalidRequestError, match="gradients do not pass through the sums of 2 ranks"):
+            nv.forward(learning, None, batch, model.config)
+        with pytest.raises(nv.InvalidRequestError, match="gradients do not pass"):
+            torch.func.grad(lambda gain: nv.forward(replace(model.params, final_norm=gain), None, batch, model.config)[0].sum())(
+                model.params.final_norm
+            )
+
+    run_ranks(run, 2)
+
+
+def test_a_file_that_cannot_be_written_fails_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, written = tiny_config(), [0]
+
+    def full(*args: Any) -> int:
+        written[0] += 1
+        raise OSError(28, "No space left on device")
+
+    def run(mesh: Mesh) -> list[int]:
+        model = random_model(config, dtype="float64", mesh=mesh)
+        state = nv.init_state(model, num_pages=32)
+        state, facts = nv.prefill(model, state, "The king of Aistonia is Oswin.")
+        for name in ("lacking/a.safetensors", "b.safetensors"):
+            with pytest.raises(nv.ChunkFileError):
+                nv.save_chunk(state, facts, tmp_path / name)
+        with pytest.raises(nv.InvalidRequestError, match="a ChunkStore is for one program"):
+            nv.ChunkStore(tmp_path, max_bytes=1e6).save(state, facts)
+        return nv.generate(model, state, [facts, " Who?"], GREEDY)[1].token_ids
+
+    monkeypatch.setattr("nanovllm.chunks.storage.blocks.os.pwrite", full)
+    first, second = run_ranks(run, 2)
+    assert first == second and written[0]
+    assert not [one for one in tmp_path.iterdir() if one.is_file() and one.suffix == ".safetensors"]
+
+
+def test_weights_without_their_mesh_are_refused() -> None:
+    def run(mesh: Mesh) -> None:
+        model = random_model(tiny_config(), mesh=mesh)
+        alone = replace(model, config=replace(model.config, mesh=None))
+        with pytest.raises(nv.InvalidRequestError, match="its weights are not those of a rank"):
+            nv.init_state(alone, num_pages=8)
+        with pytest.raises(nv.InvalidRequestError, match="give the mesh to load_model"):
+            nv.init_state(model, num_pages=8, mesh=Mesh(size=3, rank=0, group=mesh.group))
+        with pytest.raises(nv.InvalidRequestError, match="ranks take the requests of tasks in different orders"):
+            nv.AsyncLLM(model, num_pages=8)
+
+    run_ranks(run, 2)

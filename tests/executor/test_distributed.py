@@ -54,16 +54,16 @@ def test_states_that_differ_end_all_engines() -> None:
 
 
 def test_an_engine_has_the_pages_that_all_ranks_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, free = nv.load_model("tiny", device="cpu"), threading.local()
+    free = threading.local()
     monkeypatch.setattr(module, "device_budget", lambda model, fraction: free.bytes)
 
     def made(mesh: Mesh) -> int:
         free.bytes = (64 << 20) - mesh.rank * (1 << 20)
-        return nv.init_state(replace(model, config=replace(model.config, mesh=mesh)), max_num_seqs=64).config.num_pages
+        return nv.init_state(nv.load_model("tiny", device="cpu", mesh=mesh), max_num_seqs=64).config.num_pages
 
     first, second = on_ranks(2, made)
-    free.bytes = 63 << 20
-    assert first == second == nv.init_state(model, max_num_seqs=64).config.num_pages
+    free.bytes = 2 * 63 << 20  # a rank has half of the heads
+    assert first == second == nv.init_state(nv.load_model("tiny", device="cpu"), max_num_seqs=64).config.num_pages
 
 
 def test_a_process_may_be_in_several_groups_and_leave_one() -> None:

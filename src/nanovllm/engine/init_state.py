@@ -102,6 +102,11 @@ def init_state(
         512
     """
     require_model(model)
+    own, parts = model.config.mesh, 1 if model.config.mesh is None else model.config.mesh.size
+    if own is not None and own.led:
+        raise InvalidRequestError(f"{model.name}: its ranks have an engine, whose calls they repeat: make another model for another engine")
+    if not model.foreign and len(model.params.embed) != -(-model.config.vocab_size // parts):
+        raise InvalidRequestError(f"{model.name}: its weights are not those of a rank of {own!r}: give the mesh to load_model")
     if mesh is not None and mesh != model.config.mesh:
         raise InvalidRequestError(f"mesh={mesh!r}, but the model has {model.config.mesh!r}: give the mesh to load_model, too")
     for name, value in (("compile", compile), ("cascade", cascade), ("check", check)):

@@ -47,6 +47,16 @@ def calling_mesh(state: EngineState) -> Mesh | None:
     return None if mirror is not None else state.runtime.lease.model.mesh
 
 
+def require_one_caller(state: EngineState) -> None:
+    """Require a call that one program makes, and not each rank's.
+
+    Raises:
+        InvalidRequestError: Every rank calls a store, whose files they would change under one another.
+    """
+    if isinstance(state, EngineState) and calling_mesh(state) is not None:
+        raise InvalidRequestError("a ChunkStore is for one program: with ranks of torchrun use save_chunk and load_chunk")
+
+
 def require_alike(mesh: Mesh | None, state: EngineState) -> None:
     """Compare the states of ranks whose programs call the engine themselves, every `COMPARED` steps. Rank 0 compares those of its mirror.
 

@@ -80,9 +80,14 @@ class AsyncLLM:
         ):
             raise InvalidRequestError(f"max_num_waiting={max_num_waiting!r} must be an integer of at least 0, or None")
         if options.get("max_step_ms") is None and options.get("max_prefill_tokens") is None:
-            first = next(iter(options.get("devices") or ()), options.get("device"))
+            devices = options.get("devices")
+            first = devices[0] if isinstance(devices, list | tuple) and devices else options.get("device")
             device = model.device if isinstance(model, Model) else resolve_device(first)
             options["max_step_ms"] = STEP_MS if device.type == "cuda" else None
+        if isinstance(model, Model) and model.config.mesh is not None:
+            raise InvalidRequestError(
+                "ranks take the requests of tasks in different orders: give the model's name and tensor_parallel_size"
+            )
         llm = LLM(model, **options)
         self._engine = EngineThread(llm.model, llm.state, max_num_waiting)
         self._engine.start()

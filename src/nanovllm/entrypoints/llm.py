@@ -21,7 +21,7 @@ from nanovllm.engine.step import step
 from nanovllm.entrypoints.display.terminal import bar
 from nanovllm.entrypoints.process import uninterrupted
 from nanovllm.entrypoints.ranks.leader import start
-from nanovllm.entrypoints.ranks.settings import chosen_devices, settings_of
+from nanovllm.entrypoints.ranks.settings import chosen_devices, require_timeout, settings_of
 from nanovllm.entrypoints.stream import Piece, Stream
 from nanovllm.errors import DonatedStateError, EngineDeadError, InvalidRequestError, RequestFailedError
 from nanovllm.executor.executor import runtime_of
@@ -159,6 +159,7 @@ class LLM:
         self._inbox: Map[int, RequestOutput | None] = Map()
         self.model: Model
         self._state: EngineState
+        require_timeout(rank_timeout)
         ranks = chosen_devices(tensor_parallel_size, model.device if isinstance(model, Model) else device, devices)
         if len(ranks) > 1:
             loading = {"dtype": dtype, "max_model_len": max_model_len, **where}
@@ -177,6 +178,9 @@ class LLM:
         Args:
             model: The model.
             state: The newest state of the engine.
+
+        Returns:
+            The `LLM`.
 
         Examples:
             >>> nv.LLM.around(model, state).generate("Hello", nv.SamplingParams(temperature=0, max_tokens=4))[0].text

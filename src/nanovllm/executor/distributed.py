@@ -4,6 +4,7 @@ A rank is a process with a part of the model. All ranks make the same calls, so 
 """
 
 import json
+import socket
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -22,7 +23,9 @@ NAME = "nanovllm"
 
 def opened_store() -> Any:
     """The store of rank 0, at which the ranks meet. It listens on this host alone, at `port`."""
-    return dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    listener = socket.create_server((HOST, 0))  # a store that opens its own socket listens on all addresses
+    port = listener.getsockname()[1]
+    return dist.TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def store_at(port: int) -> Any:
@@ -61,6 +64,12 @@ def joined(store: Any, rank: int, size: int, device: torch.device, timeout: time
     group._set_group_name(name)
     dist.distributed_c10d._register_process_group(name, group)  # by this name custom ops and symmetric memory find it
     return group
+
+
+def limited(group: Any, device: torch.device, timeout: timedelta) -> None:
+    """Change how long later operations of a group wait for the other ranks."""
+    for kind in {"cpu", device.type}:
+        group._get_backend(torch.device(kind))._set_default_timeout(timeout)
 
 
 def left(mesh: Mesh) -> None:

@@ -20,6 +20,7 @@ from nanovllm.executor.scoring import Scored, asked_logprobs, score_batch, whole
 from nanovllm.executor.step_program import StepProgram
 from nanovllm.models.model import Model
 from nanovllm.ops.attention.cascade_plan import CascadePlan
+from nanovllm.ops.distributed.collectives import require_ranks
 from nanovllm.state.kv_cache import KVState
 from nanovllm.state.request import Sequence
 from nanovllm.state.window_frames import Frames
@@ -94,7 +95,9 @@ class EagerExecutor:
         if masks is not None:  # the masks of the step before are replaced
             carry = replace(carry, sampling=with_masks(carry.sampling, masks, len(carry.active), model.config.vocab_size))
         carry, out = decode_step(model.params, carry, model.config, forward=self._forward)
-        return carry, to_host(out, kept(carry.processing))
+        drawn = to_host(out, kept(carry.processing))
+        require_ranks(model.config.mesh)
+        return carry, drawn
 
     def take_discarded_count(self) -> int:
         """Return 0: this executor never runs ahead."""

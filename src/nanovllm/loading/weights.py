@@ -33,7 +33,8 @@ from nanovllm.models.common.sharding import cut, sharded_table
 from nanovllm.models.init_params import build_params, dtype_for, infos, num_stored
 from nanovllm.models.registry import REGISTRY
 from nanovllm.models.spec import ModelSpec
-from nanovllm.ops.linear.quantise import quantise
+from nanovllm.ops.distributed.collectives import all_gather
+from nanovllm.ops.linear.quantise import GROUP, Kind, quantise
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.types import FLOATS, Tensor
 
@@ -155,7 +156,7 @@ def load_params(
         sources = [name for info in infos(table) for name in info.sources]
         parts = [part for name in sources for part in (stored.read(name, headers).values() if name in stored.formats else (name,))]
         taken = {name: each for info in infos(table) for name, each in zip(info.sources, info.taken, strict=bool(info.taken))}
-        total = sum(_size(headers[name], *taken.get(name, ((), ()))) for name in parts)
+        total = sum(_size(headers[name], *((), ()) if name in stored.names else taken.get(name, ((), ()))) for name in parts)
         hide = not (sys.stderr.isatty() if progress is None else progress)
         look = {"desc": "weights", "unit": "B", "unit_scale": True, "unit_divisor": 1024, "leave": False}
         bar = stack.enter_context(tqdm(total=total, disable=hide, **look))
@@ -187,14 +188,16 @@ def load_params(
 
         def read(info: ParamInfo) -> Any:
             if any(name in stored.formats for name in info.sources):
-                return arranged(info, [_own_part(matrix(name), taken.get(name)) for name in info.sources], dtype_for(info, dtype))
+                return arranged(
+                    info, [_own_part(name, matrix(name), taken.get(name), mesh) for name in info.sources], dtype_for(info, dtype)
+                )
             whole = max(num_stored(info), math.prod(info.shape) if info.part.missing else 0)
             flat, at = torch.empty(whole, dtype=dtype_for(info, dtype), device=device), 0
             for name, shape in zip(info.sources, info.source_shapes, strict=True):
                 read_into(flat[at : (at := at + math.prod(shape))], name, taken.get(name, ((), ())))
             flat[at:] = 0  # rows that make all ranks equal
             kept = as_kept(info, flat.zero_() if info.part.zero else flat)
-            return quantise(kept, rounding.kind) if rounding is not None and id(info) in rounded else kept
+            return kept if rounding is None or id(info) not in rounded else _quantised(info, kept, rounding.kind, mesh)
 
         try:
             params = build_params(table, read, device)
@@ -206,6 +209,22 @@ def load_params(
     return params, mark if rounding is None else rounding.mark(mark), stored.summary if rounding is None else rounding.summary
 
 
+def _quantised(info: ParamInfo, kept: Tensor, kind: Kind, mesh: Mesh | None) -> QuantisedMatrix:
+    """A rank's part of a matrix, with the codes and scales of the whole matrix. If its columns are cut, all ranks call this together.
+
+    Raises:
+        CheckpointError: A group of columns with one scale is cut.
+    """
+    if mesh is None or info.part.axis != -1:
+        return quantise(kept, kind)
+    if kind == "int4":
+        if kept.shape[-1] % GROUP:
+            name, wide = module_of(info.sources[0]), kept.shape[-1]
+            raise CheckpointError(f"{name} cannot be shared by {mesh.size} ranks in int4: {wide} columns cut a group of {GROUP}")
+        return quantise(kept, kind)
+    return quantise(kept, kind, largest=all_gather(kept.abs().amax(-1), mesh).amax(0))
+
+
 def _size(header: TensorHeader, rows: Ranges, columns: Ranges) -> int:
     """The bytes of some rows and columns of a tensor; without ranges, of all."""
     if not columns:
@@ -214,7 +233,9 @@ def _size(header: TensorHeader, rows: Ranges, columns: Ranges) -> int:
     return height * width * STORED[header.dtype].itemsize
 
 
-def _own_part(matrix: QuantisedMatrix | Tensor, ranges: tuple[Ranges, Ranges] | None) -> QuantisedMatrix | Tensor:
+def _own_part(
+    name: str, matrix: QuantisedMatrix | Tensor, ranges: tuple[Ranges, Ranges] | None, mesh: Mesh | None
+) -> QuantisedMatrix | Tensor:
     """The rows or the columns that a rank has of a matrix."""
     if ranges is None:
         return matrix
@@ -223,7 +244,8 @@ def _own_part(matrix: QuantisedMatrix | Tensor, ranges: tuple[Ranges, Ranges] | 
         part = Part(axis=-2, ranges=rows) if columns == ((0, width),) else Part(axis=-1, ranges=columns)
         return cut(part, matrix)
     except InvalidRequestError as error:
-        raise CheckpointError(str(error)) from None
+        shared = "" if mesh is None else f" cannot be shared by {mesh.size} ranks"
+        raise CheckpointError(f"{module_of(name)}{shared}: {error}; choose another number of ranks") from None
 
 
 def _pieces(header: TensorHeader, rows: Ranges, columns: Ranges) -> Iterator[tuple[int, int]]:

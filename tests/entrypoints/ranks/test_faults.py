@@ -33,7 +33,7 @@ def dead(llm: nv.LLM) -> None:
 
 
 def test_a_rank_is_killed_while_idle() -> None:
-    with started(size=3) as llm:
+    with started(size=4) as llm:
         whole(llm)
         os.kill(pids_of(llm)[0], signal.SIGKILL)
         with dies(r"rank 1 \(process \d+\) was ended by SIGKILL") as begun:

@@ -1,5 +1,6 @@
 """An engine of two processes gives exactly the replies of one: both ranks hold the same state after every call."""
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,3 +144,26 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     with pytest.raises(nv.InvalidRequestError, match="tensor_parallel_size=4 needs 4 GPUs, but torch sees 2"):
         nv.LLM("tiny", tensor_parallel_size=4)
+
+
+def test_the_model_of_an_engine_with_ranks_serves_it_alone(two: nv.LLM) -> None:
+    with pytest.raises(nv.InvalidRequestError, match="its ranks have an engine"):
+        nv.init_state(two.model, num_pages=8)
+    with pytest.raises(nv.InvalidRequestError, match="the other ranks repeat calls with a state alone"):
+        nv.forward(two.model.params, None, nv.Batch.of_prompts([[5, 6]]), two.model.config)
+    assert two.generate("Hello", GREEDY)[0].text
+
+
+def test_a_forked_process_that_ends_leaves_the_engine(two: nv.LLM) -> None:
+    child = os.fork()
+    if not child:
+        two.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert two.generate("Hello", GREEDY)[0].text
+
+
+@pytest.mark.parametrize(("options", "told"), [({"rank_timeout": "x"}, "rank_timeout='x'"), ({"tensor_parallel_size": 3}, "num_heads=4")])
+def test_wrong_options_start_no_process(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(nv.InvalidRequestError, match=told):
+        nv.LLM("tiny", device="cpu", **options)

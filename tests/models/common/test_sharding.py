@@ -138,9 +138,26 @@ def test_a_model_rounded_while_it_is_loaded(tmp_path: Path, kind: Any) -> None:
         reply = llm.generate(["Once upon a time"], nv.SamplingParams(temperature=0, max_tokens=8))[0]
         return reply.token_ids, model.quantization
 
-    (one, told), ranks = run(None), run_ranks(run, 2)
-    assert ranks[0] == ranks[1] and ranks[0][1] == told
-    assert ranks[0][0][:2] == one[:2], "scales of rows that are cut by columns are chosen for each part"
+    assert run_ranks(run, 2) == [run(None)] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounded_parts_are_parts_of_the_rounded_whole(tmp_path: Path, kind: Any) -> None:
+    config = tiny_config(hidden_size=128, intermediate_size=512, num_heads=4, num_kv_heads=2, head_dim=64)
+    save_hf_folder(tmp_path, config)
+    whole = nv.load_model(tmp_path, "cpu", quantization=kind).params
+    parts = run_ranks(lambda mesh: (nv.load_model(tmp_path, "cpu", quantization=kind, mesh=mesh).params, mesh), 2)
+    for params, mesh in parts:
+        for name in ("qkv", "o", "gate_up", "down"):
+            entire = getattr(whole.layers[1], name).dequantised(torch.float32)
+            own = cut(part_of(name, tuple(entire.shape), config, mesh), entire)
+            assert torch.equal(getattr(params.layers[1], name).dequantised(torch.float32), torch.as_tensor(own)), name
+
+
+def test_groups_that_ranks_would_cut_are_refused(tmp_path: Path) -> None:
+    save_hf_folder(tmp_path, tiny_config(hidden_size=128, intermediate_size=384, num_heads=4, num_kv_heads=2, head_dim=64))
+    with pytest.raises(nv.CheckpointError, match=r"mlp\.down_proj cannot be shared by 2 ranks in int4: 192 columns cut a group of 128"):
+        run_ranks(lambda mesh: nv.load_model(tmp_path, "cpu", quantization="int4", mesh=mesh), 2)
 
 
 def test_zeros_for_the_biases_of_others() -> None:

@@ -34,7 +34,7 @@ def read_kv(fd: int, head: Head, path: Path, device: torch.device) -> Windows:
             earlier windows before the end.
     """
     start, digest, stages = len(encode(head)), hashlib.sha256(), _stages(head, device)
-    windows = _windows(head)
+    windows = row_windows(head)
     with ThreadPoolExecutor(THREADS, "chunk-file") as threads:
 
         def begin(i: int) -> list[Future[bytes]]:
@@ -75,7 +75,7 @@ def read_whole(fd: int, head: Head, path: Path) -> Tensor:
 
 def windows_of(head: Head, whole: Tensor) -> Windows:
     """What `read_kv` yields, from the KV in host memory."""
-    for low, high in _windows(head):
+    for low, high in row_windows(head):
         yield low, whole[low:high]
 
 
@@ -99,7 +99,7 @@ def write_file(fd: int, head: Head, gather: Callable[[int, Tensor], None], devic
             digest.update(block.result())
 
     with ThreadPoolExecutor(THREADS, "chunk-file") as threads:
-        for i, (first, last) in enumerate(_windows(head)):
+        for i, (first, last) in enumerate(row_windows(head)):
             if len(pending) == STAGES:
                 finish()
             stage = stages[i % STAGES][: last - first]
@@ -123,7 +123,8 @@ def _rows_per_block(head: Head) -> int:
     return max(1, BLOCK // head.row_bytes)
 
 
-def _windows(head: Head) -> list[tuple[int, int]]:
+def row_windows(head: Head) -> list[tuple[int, int]]:
+    """The first and last (exclusive) row of each window of a file."""
     rows, step = head.num_rows, WINDOW * _rows_per_block(head)
     return [(low, min(low + step, rows)) for low in range(0, rows, step)]
 
@@ -135,7 +136,7 @@ def _blocks(head: Head, first: int, last: int) -> list[tuple[int, int]]:
 
 def _stages(head: Head, device: torch.device) -> list[Tensor]:
     """Host buffers of one window each, `[rows, row_bytes]`, and not more buffers than windows."""
-    windows = _windows(head)
+    windows = row_windows(head)
     shape = (windows[0][1], head.row_bytes)
     return [torch.empty(shape, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(min(STAGES, len(windows)))]
 

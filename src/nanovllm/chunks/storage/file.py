@@ -23,11 +23,12 @@ from nanovllm.chunks.storage import format as chunk_format
 from nanovllm.chunks.storage.blocks import Windows
 from nanovllm.chunks.storage.format import Head, Outline
 from nanovllm.chunks.storage.heads import all_heads, own_heads
-from nanovllm.config import RopeConfig
+from nanovllm.config import Mesh, RopeConfig
 from nanovllm.engine.donation import commit_state, enter, enter_with, guarded, require_live
-from nanovllm.engine.mirrored import mirrored
+from nanovllm.engine.mirrored import calling_mesh, mirrored
 from nanovllm.engine.requests import capacity
 from nanovllm.errors import ChunkFileError, ChunkMismatchError, InvalidRequestError, OutOfPagesError
+from nanovllm.executor.distributed import agreed
 from nanovllm.files import as_path, open_file, put, temporary
 from nanovllm.models.model import Model
 from nanovllm.ops.kv_cache.fp8 import FP8, as_rows, chosen, in_fp8, write_rows
@@ -72,11 +73,38 @@ def save_chunk(state: EngineState, chunk: Chunk, path: str | os.PathLike[str]) -
     """
     state, target = enter(state), as_path(path)
     require_live(state, chunk)
-    mesh = state.runtime.lease.model.mesh
+    if (mesh := calling_mesh(state)) is not None:
+        _save_together(state, chunk, target, mesh)
+        return
     with writing(target), temporary(target.parent) as (fd, made):
         write(state, chunk, fd)
-        if mesh is None or not mesh.rank:  # the files of all ranks are the same
-            put(made, target)
+        put(made, target)
+
+
+def _save_together(state: EngineState, chunk: Chunk, path: Path, mesh: Mesh) -> None:
+    """`save_chunk` by ranks that all call it. Rank 0 writes the file; the others give their heads, and return when it is there.
+
+    Raises:
+        ChunkFileError: The file cannot be written. All ranks raise it.
+    """
+    head, gather, done, problem = head_of(state, chunk), gatherer(state, chunk), 0, None
+
+    def counted(first: int, out: Tensor) -> None:
+        nonlocal done
+        gather(first, out)
+        done += 1
+
+    if not mesh.rank:
+        try:
+            with writing(path), temporary(path.parent) as (fd, made):
+                blocks.write_file(fd, head, counted, state.kv.pools[0].device)
+                put(made, path)
+        except ChunkFileError as error:
+            problem = str(error)
+    for first, last in blocks.row_windows(head)[done:]:  # rank 0: of a file that could not be written
+        gather_rows(state, chunk, first, last - first)
+    if (told := agreed(mesh, problem)) is not None:
+        raise ChunkFileError(told)
 
 
 @torch.no_grad()

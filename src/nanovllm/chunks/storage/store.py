@@ -25,10 +25,9 @@ from nanovllm.chunks.storage.format import Head
 from nanovllm.chunks.storage.store_index import KEYS, Entry, entry_of, read_index, write_index
 from nanovllm.config import require_known_kv_dtype
 from nanovllm.engine.donation import enter, enter_with, require_live, require_model
-from nanovllm.engine.mirrored import calling_mesh
+from nanovllm.engine.mirrored import require_one_caller
 from nanovllm.engine.prompt import encode, token_array
 from nanovllm.errors import ChunkFileError, InvalidRequestError, OutOfPagesError
-from nanovllm.executor.distributed import agreed
 from nanovllm.files import as_path, delete_abandoned, open_file, put, temporary
 from nanovllm.models.model import Model
 from nanovllm.ops.kv_cache.fp8 import FP8
@@ -117,6 +116,7 @@ class ChunkStore:
             >>> store.save(state, facts) == store.save(state, facts)
             True
         """
+        require_one_caller(state)
         state = enter(state)
         require_live(state, chunk)
         if key is not None and not (isinstance(key, str) and KEYS.fullmatch(key)):
@@ -125,7 +125,7 @@ class ChunkStore:
         if head.num_bytes > self.max_bytes:
             raise InvalidRequestError(f"the chunk takes {head.num_bytes} bytes on disk; this store holds at most {self.max_bytes}")
         name = _key(head) if key is None else key
-        if key is None and chunk.provenance.exact and agreed(calling_mesh(state), self._whole(name, head)):
+        if key is None and chunk.provenance.exact and self._whole(name, head):
             self._touch(name)
             return name
         with chunk_file.writing(self.folder), temporary(self.folder) as (fd, made):
@@ -173,7 +173,7 @@ class ChunkStore:
             >>> len(prefix), len(tokens)
             (11, 18)
         """
-        enter_with(model, state)  # raise for an unusable state even if no chunk is found
+        require_one_caller(enter_with(model, state))  # raise for an unusable state even if no chunk is found
         if isinstance(key_or_tokens, str):
             if not KEYS.fullmatch(key_or_tokens):
                 raise InvalidRequestError(

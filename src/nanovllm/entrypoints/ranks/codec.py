@@ -11,6 +11,7 @@ from struct import Struct
 from typing import Any
 
 import numpy as np
+import torch
 
 from nanovllm.errors import InvalidRequestError
 from nanovllm.sampling.grammar import Grammar
@@ -56,8 +57,12 @@ def _plain(value: Any, buffers: list[bytes]) -> Any:
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
-    if kind is list:
-        return _list(value, buffers)
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, list):
+        return _list(list(value), buffers)
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu().numpy()
     if kind is tuple:
         return ["tuple", *[_plain(each, buffers) for each in value]]
     if isinstance(value, Chunk):

@@ -17,14 +17,13 @@ import nanovllm.errors
 from nanovllm.config import Mesh
 from nanovllm.entrypoints.ranks.beats import Beats
 from nanovllm.entrypoints.ranks.channel import Kind, Outcome, receive, send
-from nanovllm.entrypoints.ranks.settings import Settings
+from nanovllm.entrypoints.ranks.settings import STARTING, Settings
 from nanovllm.errors import EngineDeadError, NanoVLLMError
 from nanovllm.executor.distributed import left
 from nanovllm.state.lease import NEW_ENGINE, Lease
 
 TICK = 0.2  # seconds between two looks at all ranks
 GRACE = 3.0  # seconds for which a call that failed on one rank may go on on another
-STARTING = 300.0  # seconds without a sign of a rank that starts
 ENDING = 2.0  # seconds in which a rank ends that was asked to
 SHOWN = 6  # last lines of a rank's stderr in an error
 
@@ -92,6 +91,7 @@ class Followers:
         self.dead: str | None = None
         self.refusal: NanoVLLMError | None = None
         self.mesh: Mesh | None = None
+        self._pid = os.getpid()
         self.lease: Lease | None = None
         self.number, self.busy, self.ready, self.closing = 0, False, False, False
         self.beats, self.changed = Beats(size), threading.Condition()
@@ -152,6 +152,8 @@ class Followers:
 
     def fail(self, cause: str) -> None:
         """End all ranks but this one, and let every call with the engine raise. Calls that wait for other ranks are released."""
+        if os.getpid() != self._pid:
+            return
         with self.changed:
             if self.dead is not None or self.closing:
                 return
@@ -166,6 +168,8 @@ class Followers:
 
     def close(self) -> None:
         """End all ranks but this one."""
+        if os.getpid() != self._pid:  # a copy in a forked process, which owns nothing
+            return
         with self.changed:
             if self.closing:
                 return

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from nanovllm.entrypoints.ranks.calls import encoded
 from nanovllm.entrypoints.ranks.channel import Kind, Outcome
-from nanovllm.entrypoints.ranks.followers import GRACE, STARTING, Followers, died
-from nanovllm.entrypoints.ranks.settings import Settings, begun, build
+from nanovllm.entrypoints.ranks.followers import GRACE, Followers, died
+from nanovllm.entrypoints.ranks.settings import STARTING, Settings, begun, build
 from nanovllm.errors import EngineDeadError, NanoVLLMError
 from nanovllm.executor.distributed import opened_store
 from nanovllm.executor.executor import runtime_of
@@ -50,7 +50,11 @@ class Leader:
             self._inside, followers.busy = True, True
             followers.number += 1
             try:
-                followers.broadcast(Kind.CALL, frame[0], report=report, files=frame[1])
+                try:
+                    followers.broadcast(Kind.CALL, frame[0], report=report, files=frame[1])
+                except BaseException:
+                    followers.fail(f"call {followers.number} was sent to the other ranks in part")
+                    raise
                 try:
                     result = call()
                 except BaseException as error:
@@ -115,6 +119,7 @@ class Leader:
                 raise dead from error
 
     def _require_none_failed(self) -> None:
+        self._followers.require_alive()
         for one in self._followers.all:
             if (failed := one.failed) is not None:
                 self._followers.fail(f"call {failed[0].number} failed on rank {one.rank} alone: {failed[0].told()}")

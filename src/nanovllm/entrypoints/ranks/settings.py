@@ -5,7 +5,7 @@ import json
 import os
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from hashlib import blake2b
 from typing import Any
@@ -16,15 +16,18 @@ from nanovllm.config import Mesh
 from nanovllm.engine.init_state import init_state
 from nanovllm.engine.mirrored import COMPARED
 from nanovllm.errors import InvalidRequestError
-from nanovllm.executor.distributed import joined
+from nanovllm.executor.distributed import joined, limited
 from nanovllm.loading.hub import resolve_folder
-from nanovllm.loading.load_model import load_model, resolve_device
+from nanovllm.loading.load_model import load_model, read_config, resolve_device
+from nanovllm.loading.transformers.spec import TransformersSpec
+from nanovllm.models.common.sharding import sharded_config
 from nanovllm.models.model import Model
 from nanovllm.ops.distributed.process_group import mesh_of
 from nanovllm.state.digest import SIZE, digest
 from nanovllm.state.engine_state import EngineState
 
 LONGEST = 86_400  # seconds
+STARTING = 300.0  # seconds without a sign of a rank that starts
 RANK_TIMEOUT = 60.0  # seconds; as in `LLM`
 
 
@@ -86,14 +89,18 @@ def build(settings: Settings, rank: int, store: Any, joins: Callable[[Mesh], Non
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if store is not None:
-        group = joined(store, rank, size, device, timedelta(seconds=settings.rank_timeout))
+        group = joined(store, rank, size, device, timedelta(seconds=max(STARTING, settings.rank_timeout)))
         joins(mesh := mesh_of(group, device))
     model = load_model(settings.model, device, **settings.loading, mesh=mesh)
     if settings.change is not None:
         model = _named(settings.change[0])(model, *settings.change[1])
     state = init_state(model, **settings.limits)
+    if group is not None:
+        limited(group, device, timedelta(seconds=settings.rank_timeout))
     if settings.hook is not None:
         model, state = _named(settings.hook)(rank, model, state, group)
+    if mesh is not None:
+        model = replace(model, config=replace(model.config, mesh=replace(mesh, led=True)))
     return model, state
 
 
@@ -149,12 +156,15 @@ def settings_of(model: Any, devices: tuple[str, ...], loading: Mapping[str, Any]
     """
     if isinstance(model, Model):
         raise InvalidRequestError(f"{model!r} is already loaded on one device: give tensor_parallel_size={len(devices)} its folder or name")
-    wrong = isinstance(rank_timeout, bool) or not isinstance(rank_timeout, int | float)
-    if wrong or not 0 < rank_timeout <= LONGEST:
-        raise InvalidRequestError(f"rank_timeout={reprlib.repr(rank_timeout)} must be a number of seconds in (0, {LONGEST}]")
+    require_timeout(rank_timeout)
     asked = {name: _sent(name, value) for name, value in loading.items()}
     name = _sent("model", model)
-    resolve_folder(name, revision=asked["revision"], download=asked["download"], with_code=asked["trust_remote_code"])
+    trusted = asked["trust_remote_code"]
+    folder, _ = resolve_folder(name, revision=asked["revision"], download=asked["download"], with_code=trusted)
+    spec, config = read_config(folder, trust_remote_code=trusted)
+    if isinstance(spec, TransformersSpec):
+        raise InvalidRequestError(f"tensor_parallel_size={len(devices)} needs a built-in architecture, {config.architecture} has none")
+    sharded_config(config, Mesh(size=len(devices), rank=0, group=0))  # before any process is started
     return Settings(
         model=name,
         devices=devices,
@@ -163,6 +173,13 @@ def settings_of(model: Any, devices: tuple[str, ...], loading: Mapping[str, Any]
         rank_timeout=float(rank_timeout),
         threads=torch.get_num_threads(),
     )
+
+
+def require_timeout(rank_timeout: Any) -> None:
+    """Require a number of seconds. Raises `InvalidRequestError`."""
+    wrong = isinstance(rank_timeout, bool) or not isinstance(rank_timeout, int | float)
+    if wrong or not 0 < rank_timeout <= LONGEST:
+        raise InvalidRequestError(f"rank_timeout={reprlib.repr(rank_timeout)} must be a number of seconds in (0, {LONGEST}]")
 
 
 def _sent(name: str, value: Any) -> Any:

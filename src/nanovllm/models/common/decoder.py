@@ -4,7 +4,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar, overload
 
-from nanovllm.config import ModelConfig
+import torch
+from torch.utils import _pytree as pytree
+
+from nanovllm.config import Mesh, ModelConfig
 from nanovllm.errors import InvalidRequestError
 from nanovllm.models.common import layers
 from nanovllm.models.common.batch import Batch
@@ -82,6 +85,8 @@ def forward(
         raise InvalidRequestError("kv=None needs a batch of whole prompts, but cu_seqlens=None is a decode batch, whose KV is in pages")
     if kv is not None and batch.page_tables.shape[1] == 0:
         raise InvalidRequestError("the page tables have no columns, as those of Batch.of_prompts: pass kv=None, or a batch with pages")
+    if kv is None and config.mesh is not None:
+        _require_own_program(config.mesh, params)
     num_tokens = batch.input_ids.shape[0]
     require_hidden(params, num_tokens, inputs_embeds, add_hidden, capture_hidden, differentiable=kv is None)
     functions, pools = (layers.PLAIN, ()) if kv is None else (layers.ENGINE, kv.pools)
@@ -97,6 +102,21 @@ def forward(
     x_RM = x_TM if batch.logit_indices is None else x_TM[batch.logit_indices]
     out = logits(head if kv is not None else partial(head, functions=functions), x_RM, params, config)
     return (out, kv) if capture_hidden is None else (out, kv, tuple(captured[number] for number in capture_hidden))
+
+
+def _require_own_program(mesh: Mesh, params: Params[Tensor]) -> None:
+    """Require a call without KV that ranks can make: by the program of each of them, and without gradients.
+
+    Raises:
+        InvalidRequestError: It is not.
+    """
+    if mesh.led:
+        raise InvalidRequestError(
+            "forward: the other ranks repeat calls with a state alone: run the whole program on every rank, with torchrun"
+        )
+    learns = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in pytree.tree_leaves(params) if isinstance(leaf, Tensor))
+    if learns or torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore[reportAttributeAccessIssue]
+        raise InvalidRequestError(f"gradients do not pass through the sums of {mesh.size} ranks: load the model on one")
 
 
 def logits(

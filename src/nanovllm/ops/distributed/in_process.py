@@ -68,7 +68,7 @@ class ThreadGroup:
 
     def gather_columns(self, x: Tensor, width: int) -> Tensor:
         """The ranks' columns side by side."""
-        return self.all_gather(x).transpose(0, 1).flatten(1)[:, :width]
+        return self.all_gather(x).transpose(0, 1).flatten(1)[:, :width].contiguous()
 
     def all_gather(self, x: Tensor) -> Tensor:
         """The ranks' tensors, stacked."""

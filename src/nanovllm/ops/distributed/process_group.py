@@ -86,7 +86,7 @@ class ProcessGroup:
         """The ranks' columns side by side, up to `width`."""
         a_row = x.shape[1] * x.element_size()
         if self._shared is None or not a_row or a_row > STAGE or not x.shape[0]:
-            return self.all_gather(x).transpose(0, 1).flatten(1)[:, :width]
+            return self.all_gather(x).transpose(0, 1).flatten(1)[:, :width].contiguous()
         from nanovllm.ops.distributed.triton_meetings import COLUMNS, gather_columns
 
         most = min(STAGE // a_row, FLAGS // (4 * self.size * -(-x.shape[1] // COLUMNS)))

@@ -15,7 +15,7 @@ LARGEST_FP8 = 448.0  # of float8_e4m3fn
 PIECE = 1 << 22  # weights that are rounded at once, which bounds the float32 copies
 
 
-def quantise(weight: Tensor, kind: Kind, group: int | None = None) -> QuantisedMatrix:
+def quantise(weight: Tensor, kind: Kind, group: int | None = None, *, largest: Tensor | None = None) -> QuantisedMatrix:
     """Round a matrix to the nearest codes, without calibration.
 
     The scale of 8-bit codes serves a row. It is the row's largest magnitude, divided by 448 for fp8 (e4m3) and by 127 for int8. The scale
@@ -26,6 +26,8 @@ def quantise(weight: Tensor, kind: Kind, group: int | None = None) -> QuantisedM
         weight: The matrix, `[N, K]` or `[E, N, K]`, in a floating-point dtype.
         kind: `"fp8"`, `"int8"` or `"int4"`.
         group: Columns that a scale serves. None: the whole row for 8 bits, 128 for 4 bits.
+        largest: For 8 bits with a scale for the whole row, the largest magnitude of each row, `[N]` or `[E, N]`, if the matrix is a part of
+            the columns of a larger one. None: that of `weight`.
 
     Returns:
         The quantised matrix, on the device of `weight` and laid out for it. Infinite or NaN weights give scales that are not finite.
@@ -44,16 +46,17 @@ def quantise(weight: Tensor, kind: Kind, group: int | None = None) -> QuantisedM
     height = max(1, PIECE // max(1, columns))
     for first in range(0, len(flat), height):
         at = slice(first, first + height)
-        codes[at], scales[at] = _rounded(flat[at].float(), kind, wide, groups, scales.dtype)
+        most = None if largest is None else largest.reshape(-1)[at].float()
+        codes[at], scales[at] = _rounded(flat[at].float(), kind, wide, groups, scales.dtype, most)
     shape = weight.shape[:-1]
     kept = packed(codes) if kind == "int4" else codes
     codes, scales = kept.view(*shape, kept.shape[-1]), scales.view(*shape, groups)
     return laid_out(QuantisedMatrix(codes=codes, scales=scales, columns=columns, group=wide))
 
 
-def _rounded(flat: Tensor, kind: Kind, group: int, groups: int, kept: torch.dtype) -> tuple[Tensor, Tensor]:
+def _rounded(flat: Tensor, kind: Kind, group: int, groups: int, kept: torch.dtype, most: Tensor | None = None) -> tuple[Tensor, Tensor]:
     parts = torch.nn.functional.pad(flat, (0, groups * group - flat.shape[1])).unflatten(1, (groups, group))
-    largest = parts.abs().amax(2, keepdim=True)
+    largest = parts.abs().amax(2, keepdim=True) if most is None else most.view(-1, 1, 1)
     limit = {"fp8": LARGEST_FP8, "int8": 127.0, "int4": 7.0}[kind]
     divisor = largest.new_tensor(limit)  # on a GPU torch multiplies by the inverse of a number, which rounds differently
     scales = torch.where(largest > 0, largest / divisor, 1.0).to(kept)
