@@ -3,7 +3,6 @@
 import _thread
 import json
 import os
-import shutil
 import signal
 import threading
 import time
@@ -73,17 +72,14 @@ def test_a_run_outlives_a_stop_and_the_death_of_an_actor(cluster: Any, expected:
     source, folder = tmp_path / "in.jsonl", tmp_path / "out"
     source.write_text("".join(json.dumps({"n": n, "prompt": f"{n} Once upon a time"}) + "\n" for n in range(NUM_ROWS)))
     how: dict[str, Any] = {"sampling": GREEDY, "concurrency": 2, "unit_rows": 4, "progress": True, **OPTIONS}
-    for _ in range(4):  # an interrupt that comes while a callback of the collector runs is lost
-        stopping = when(folder, 5, _thread.interrupt_main)
-        try:
+    stopping, handler = when(folder, 5, _thread.interrupt_main), signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a program in the background of a shell begins without it
+    try:
+        with pytest.raises(KeyboardInterrupt):
             generate_files(source, folder, **how)
-        except KeyboardInterrupt:
-            break
-        finally:
-            stopping.join()
-        shutil.rmtree(folder)
-    else:
-        pytest.fail("no interrupt has stopped the run")
+    finally:
+        stopping.join()
+        signal.signal(signal.SIGINT, handler)
     before = {path: path.stat().st_mtime_ns for path in folder.glob("part-*")}
     assert 5 <= len(before) < NUM_ROWS / 4
     killed = list[int]()
