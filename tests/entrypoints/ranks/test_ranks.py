@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -167,3 +168,16 @@ def test_a_forked_process_that_ends_leaves_the_engine(two: nv.LLM) -> None:
 def test_wrong_options_start_no_process(options: dict[str, Any], told: str) -> None:
     with pytest.raises(nv.InvalidRequestError, match=told):
         nv.LLM("tiny", device="cpu", **options)
+
+
+def test_what_is_no_prompt_is_refused_as_by_one_process(both: tuple[nv.LLM, nv.LLM]) -> None:
+    """Types arrive as they were sent, so that all ranks say the same of them."""
+    ids = torch.tensor([858, 974])
+    for prompt in (ids, [ids], np.array([858, 974]), np.array([[858]]), torch.tensor([1.5]), [858.0], ["a", 3], {"a": 1}, range(3), (1, 2)):
+        told = []
+        for llm in both:
+            try:
+                told.append(llm.generate(prompt, GREEDY)[0].token_ids)
+            except nv.InvalidRequestError:
+                told.append("refused")
+        assert told[0] == told[1], prompt

@@ -22,6 +22,7 @@ HEAD = Struct("<I")  # the length of the JSON
 DEFAULTS = SamplingParams()
 OPTIONS = tuple(SamplingParams.__dataclass_fields__)
 NUMBERS = "iufb"  # kinds of arrays
+TENSORS = frozenset((torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64))
 
 
 def encode(value: Any) -> bytes:
@@ -57,12 +58,12 @@ def _plain(value: Any, buffers: list[bytes]) -> Any:
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
-    if isinstance(value, str):
-        return str(value)
-    if isinstance(value, list):
-        return _list(list(value), buffers)
-    if isinstance(value, torch.Tensor):
-        value = value.detach().cpu().numpy()
+    if kind is list:
+        return _list(value, buffers)
+    if kind is torch.Tensor and not value.requires_grad and value.dtype in TENSORS:
+        array_of = value.cpu().contiguous().numpy()
+        buffers.append(array_of.tobytes())
+        return ["tensor", array_of.dtype.str, list(array_of.shape), len(buffers) - 1]
     if kind is tuple:
         return ["tuple", *[_plain(each, buffers) for each in value]]
     if isinstance(value, Chunk):
@@ -111,6 +112,8 @@ def _value(plain: Any, buffers: list[memoryview], chunk: Callable[[int], Chunk])
             return Grammar(form=form, source=source)
         case "array", [dtype, shape, at]:
             return np.frombuffer(buffers[at], dtype).reshape(shape)
+        case "tensor", [dtype, shape, at]:
+            return torch.from_numpy(np.frombuffer(buffers[at], dtype).reshape(shape).copy())
         case "scalar", [dtype, _, at]:
             return np.frombuffer(buffers[at], dtype)[0]
         case "path", [text]:
