@@ -186,6 +186,10 @@ def test_gradients_are_refused() -> None:
         learning = replace(model.params, final_norm=model.params.final_norm.clone().requires_grad_())
         with pytest.raises(nv.InvalidRequestError, match="gradients do not pass through the sums of 2 ranks"):
             nv.forward(learning, None, batch, model.config)
+        learned = torch.zeros(3, 32, requires_grad=True), torch.zeros(32, requires_grad=True)
+        for given in ({"inputs_embeds": learned[0]}, {"add_hidden": {1: learned[1]}}):
+            with pytest.raises(nv.InvalidRequestError, match="gradients do not pass"):
+                nv.forward(model.params, None, batch, model.config, **given)
         with pytest.raises(nv.InvalidRequestError, match="gradients do not pass"):
             torch.func.grad(lambda gain: nv.forward(replace(model.params, final_norm=gain), None, batch, model.config)[0].sum())(
                 model.params.final_norm

@@ -136,9 +136,10 @@ def add_model_options(parser: argparse.ArgumentParser, num_pages: str = POOL) ->
 
 
 def chosen_model_options(options: argparse.Namespace) -> dict[str, Any]:
-    """The options of `add_model_options` that differ from their defaults."""
+    """The options of `add_model_options` and `add_ranks` that differ from their defaults."""
     parser = argparse.ArgumentParser(add_help=False)
     add_model_options(parser)
+    add_ranks(parser)
     given = vars(options)
     return {name: given[name] for name, default in vars(parser.parse_args([])).items() if given[name] != default}
 

@@ -7,15 +7,17 @@ from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import Any, Self, TypeVar
 
+import torch
+
 from nanovllm.chunks.score import Continuation, score
 from nanovllm.engine.constrained import compile_grammar
 from nanovllm.engine.prompt import Context, encode, parts_of
 from nanovllm.entrypoints.calls import Call
 from nanovllm.entrypoints.engine_thread import EngineThread
 from nanovllm.entrypoints.llm import LLM, last_piece, one_each, pushed, whole, with_params
+from nanovllm.entrypoints.ranks.settings import chosen_devices
 from nanovllm.entrypoints.stream import Piece
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
-from nanovllm.loading.load_model import resolve_device
 from nanovllm.models.model import Model
 from nanovllm.sampling.grammar import Grammar
 from nanovllm.sampling.keywords import explain_unknown_keywords
@@ -80,9 +82,8 @@ class AsyncLLM:
         ):
             raise InvalidRequestError(f"max_num_waiting={max_num_waiting!r} must be an integer of at least 0, or None")
         if options.get("max_step_ms") is None and options.get("max_prefill_tokens") is None:
-            devices = options.get("devices")
-            first = devices[0] if isinstance(devices, list | tuple) and devices else options.get("device")
-            device = model.device if isinstance(model, Model) else resolve_device(first)
+            where = options.get("tensor_parallel_size", 1), options.get("device"), options.get("devices")
+            device = model.device if isinstance(model, Model) else torch.device(chosen_devices(*where)[0])
             options["max_step_ms"] = STEP_MS if device.type == "cuda" else None
         if isinstance(model, Model) and model.config.mesh is not None:
             raise InvalidRequestError(

@@ -237,15 +237,14 @@ def _own_part(
     name: str, matrix: QuantisedMatrix | Tensor, ranges: tuple[Ranges, Ranges] | None, mesh: Mesh | None
 ) -> QuantisedMatrix | Tensor:
     """The rows or the columns that a rank has of a matrix."""
-    if ranges is None:
+    if ranges is None or mesh is None:
         return matrix
     (rows, columns), (_height, width) = ranges, matrix.shape
     try:
         part = Part(axis=-2, ranges=rows) if columns == ((0, width),) else Part(axis=-1, ranges=columns)
         return cut(part, matrix)
     except InvalidRequestError as error:
-        shared = "" if mesh is None else f" cannot be shared by {mesh.size} ranks"
-        raise CheckpointError(f"{module_of(name)}{shared}: {error}; choose another number of ranks") from None
+        raise CheckpointError(f"{module_of(name)} cannot be shared by {mesh.size} ranks: {error}; choose another number") from None
 
 
 def _pieces(header: TensorHeader, rows: Ranges, columns: Ranges) -> Iterator[tuple[int, int]]:

@@ -23,7 +23,7 @@ LIMITS = {"initial_lexer_fuel": 500_000, "max_lexer_states": 20_000, "max_gramma
 # texts without quotes. In a text of bounded length the longest set that still fits counts, so there is one for each short length.
 TEXT = r'[^"\\\x00-\x1F\x7F]'
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 14, 20, 30)
-SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{TEXT}{{1,{length}}}" for length in LENGTHS), f"{TEXT}+"]
+SLICES = (r"[\x20\x0A\x0D\x09]+", *(f"{TEXT}{{1,{length}}}" for length in LENGTHS), f"{TEXT}+")
 MOST_ADDED = 1 << 14  # added tokens of a tokenizer: 20,000 take llguidance 3 s
 
 
@@ -124,7 +124,7 @@ def _vocabulary(native: Any, tokenizer: Tokenizer, vocab_size: int, end_ids: tup
     if (added := len(tokenizer.backend.get_added_tokens_decoder())) > MOST_ADDED:
         raise InvalidRequestError(f"this model's tokenizer cannot follow a grammar: it has {added} added tokens, over {MOST_ADDED}")
     try:
-        return native.LLTokenizer(tokenizer.backend.to_str(), n_vocab=vocab_size, eos_token=list(end_ids) or None, slices=SLICES)
+        return native.LLTokenizer(tokenizer.backend.to_str(), n_vocab=vocab_size, eos_token=list(end_ids) or None, slices=list(SLICES))
     except Exception as error:  # of the tokenizers library this very class, if a part is written in Python
         raise InvalidRequestError(f"this model's tokenizer cannot follow a grammar: {error}") from error
 

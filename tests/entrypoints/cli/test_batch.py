@@ -234,6 +234,8 @@ def test_the_server_gets_the_options_of_the_model() -> None:
     assert chosen == {name: vars(served)[name] for name in chosen}
     bounded = parser.parse_args(["generate", "--input", "i", "--output", "o", "--max-step-ms", "20"])
     assert parser.parse_args(["serve", *serve_arguments(bounded)]).max_step_ms == 20
+    shared = parser.parse_args(["generate", "--input", "i", "--output", "o", "--tensor-parallel-size", "2"])
+    assert parser.parse_args(["serve", *serve_arguments(shared)]).tensor_parallel_size == 2
 
 
 @pytest.mark.unhooked  # servers as processes

@@ -242,12 +242,13 @@ def gather_rows(state: EngineState, chunk: Chunk, first: int, count: int) -> tup
     """
     require_live(enter(state), chunk)
     like, key = state.kv.pools[0], state.runtime.lease.model
+    assert key.mesh is not None, "without ranks rows are copied where they are needed"
     _, _, _, heads, _, width = like.shape
     own = torch.empty((count, 2 * heads * width * like.itemsize), dtype=torch.uint8)
     _own_rows(state, chunk)(first, own)
     if like.is_cuda:
         torch.cuda.current_stream(like.device).synchronize()
-    return state, own if key.mesh is None else all_heads(own.view(count, 2, heads, -1), key.mesh, key.kv_copies, like.device)
+    return state, all_heads(own.view(count, 2, heads, -1), key.mesh, key.kv_copies, like.device)
 
 
 def _own_rows(state: EngineState, chunk: Chunk) -> Callable[[int, Tensor], None]:

@@ -31,7 +31,7 @@ CALLS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 )  # fmt: skip
 OWN = ("model", "state")  # arguments that every rank has itself
 DESCRIPTOR = "fd"  # the argument that is an open file, which goes to other processes beside the bytes
-WITHOUT = {name: encode([name, {}]) for name in CALLS}
+WITHOUT: Mapping[str, bytes] = MappingProxyType({name: encode([name, {}]) for name in CALLS})
 
 
 def encoded(state: EngineState, name: str, arguments: Mapping[str, Any]) -> tuple[bytes, list[int]] | None:

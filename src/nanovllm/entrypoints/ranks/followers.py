@@ -79,7 +79,7 @@ class Followers:
     Attributes:
         dead: Why the engine has ended, or None.
         refusal: The error of a rank that could not start, or None.
-        group: The process group of all ranks, or None.
+        mesh: The group of all ranks, once they have joined it; None before, and if they join none.
         lease: The lease of rank 0's engine, which is told of the end; None while the engine is made.
         number: The number of the newest call.
         busy: Whether rank 0 makes it now.

@@ -1,7 +1,7 @@
 """The application for Ray Serve: replicas with an engine each, and before them an ingress that finds the right one and asks another."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -121,12 +121,15 @@ class Replica:
         options: The options of `LLM`.
     """
 
+    _ended: Callable[[], None] | None = None  # until the engine is made
+
     def __init__(self, model: str, settings: Settings, options: dict[str, Any]) -> None:
         from ray import serve
 
         from nanovllm.entrypoints.ray.local_server import LocalServer
 
         self._server = LocalServer(model, settings, options)
+        self._ended = self._server.close
         self._name: str = serve.get_replica_context().replica_id.unique_id
 
     async def answer(self, request: Any, keys: Any = (), avoid: Any = ()) -> AsyncGenerator[Any, None]:
@@ -142,8 +145,8 @@ class Replica:
         self._server.require_alive()
 
     def __del__(self) -> None:
-        if hasattr(self, "_server"):
-            self._server.close()
+        if self._ended is not None:
+            self._ended()
 
 
 class Ingress:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch.utils import _pytree as pytree
@@ -86,7 +86,7 @@ def forward(
     if kv is not None and batch.page_tables.shape[1] == 0:
         raise InvalidRequestError("the page tables have no columns, as those of Batch.of_prompts: pass kv=None, or a batch with pages")
     if kv is None and config.mesh is not None:
-        _require_own_program(config.mesh, params)
+        _require_own_program(config.mesh, (params, inputs_embeds, add_hidden))
     num_tokens = batch.input_ids.shape[0]
     require_hidden(params, num_tokens, inputs_embeds, add_hidden, capture_hidden, differentiable=kv is None)
     functions, pools = (layers.PLAIN, ()) if kv is None else (layers.ENGINE, kv.pools)
@@ -104,7 +104,7 @@ def forward(
     return (out, kv) if capture_hidden is None else (out, kv, tuple(captured[number] for number in capture_hidden))
 
 
-def _require_own_program(mesh: Mesh, params: Params[Tensor]) -> None:
+def _require_own_program(mesh: Mesh, inputs: Any) -> None:
     """Require a call without KV that ranks can make: by the program of each of them, and without gradients.
 
     Raises:
@@ -114,7 +114,7 @@ def _require_own_program(mesh: Mesh, params: Params[Tensor]) -> None:
         raise InvalidRequestError(
             "forward: the other ranks repeat calls with a state alone: run the whole program on every rank, with torchrun"
         )
-    learns = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in pytree.tree_leaves(params) if isinstance(leaf, Tensor))
+    learns = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
     if learns or torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore[reportAttributeAccessIssue]
         raise InvalidRequestError(f"gradients do not pass through the sums of {mesh.size} ranks: load the model on one")
 

@@ -113,9 +113,9 @@ def looked_up(table: Tensor, input_ids: Tensor, config: ModelConfig) -> Float[Te
     """The rows of the embedding table. If ranks share it, each gives zeros for the tokens of the others, and the sum is exact."""
     if (mesh := config.mesh) is None:
         return F.embedding(input_ids, table)
-    own = input_ids - mesh.rank * table.shape[0]
-    here = (own >= 0) & (own < table.shape[0])
-    return all_reduce(F.embedding(torch.where(here, own, 0), table) * here.unsqueeze(1), mesh)
+    wanted = input_ids - mesh.rank * table.shape[0]
+    near = wanted.clamp(0, table.shape[0] - 1)
+    return all_reduce(torch.where((near == wanted).unsqueeze(1), F.embedding(near, table), 0.0), mesh)
 
 
 def given_each(

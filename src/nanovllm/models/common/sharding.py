@@ -7,8 +7,9 @@ If there are fewer KV heads than ranks, several ranks have the same head.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -25,10 +26,12 @@ Q = TypeVar("Q")
 Partition = Literal["heads", "channels", "inputs", "tokens", "once", "whole"]
 
 # By the field of a parameter: rows by heads, rows by halves of a gated layer, columns, rows by tokens, on rank 0 alone. The rest is whole.
-PARTITIONS: dict[str, Partition] = {
-    "qkv": "heads", "qkv_bias": "heads", "o": "inputs", "o_bias": "once", "gate_up": "channels", "gate_up_bias": "channels",
-    "down": "inputs", "down_bias": "once", "embed": "tokens", "head": "tokens",
-}  # fmt: skip
+PARTITIONS: Mapping[str, Partition] = MappingProxyType(
+    {
+        "qkv": "heads", "qkv_bias": "heads", "o": "inputs", "o_bias": "once", "gate_up": "channels", "gate_up_bias": "channels",
+        "down": "inputs", "down_bias": "once", "embed": "tokens", "head": "tokens",
+    }
+)  # fmt: skip
 UNGATED = ("GPT2LMHeadModel",)  # architectures whose `gate_up` is one block of rows
 
 

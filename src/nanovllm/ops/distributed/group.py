@@ -54,6 +54,11 @@ class Group(Protocol):
         ...
 
 
+def side_by_side(stacked: Tensor, width: int) -> Tensor:
+    """The columns of the ranks' tensors `[ranks, R, N]` side by side, up to `width`."""
+    return stacked.transpose(0, 1).flatten(1)[:, :width].contiguous()
+
+
 def joined(parts: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The sum of parts `[P, T, M]`, plus a bias if given, rounded once."""
     if len(parts) == 1 and bias is None:

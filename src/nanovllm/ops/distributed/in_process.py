@@ -10,7 +10,7 @@ import torch
 from nanovllm.config import Mesh
 from nanovllm.errors import EngineDeadError
 from nanovllm.ops.attention.plan_table import register
-from nanovllm.ops.distributed.group import joined, summed
+from nanovllm.ops.distributed.group import joined, side_by_side, summed
 from nanovllm.ops.linear.linear_add_norm import norm_add
 from nanovllm.types import Tensor
 
@@ -68,7 +68,7 @@ class ThreadGroup:
 
     def gather_columns(self, x: Tensor, width: int) -> Tensor:
         """The ranks' columns side by side."""
-        return self.all_gather(x).transpose(0, 1).flatten(1)[:, :width].contiguous()
+        return side_by_side(self.all_gather(x), width)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """The ranks' tensors, stacked."""

@@ -4,7 +4,9 @@ On a CPU the tensors of all ranks are gathered and summed in their order. On GPU
 GPUs' memory directly, which take half the time of NCCL; NCCL sums the others. NVLink's multicast is not used.
 """
 
+import atexit
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -17,7 +19,7 @@ from nanovllm.config import Mesh
 from nanovllm.errors import EngineDeadError, InvalidRequestError
 from nanovllm.ops.attention.plan_table import register
 from nanovllm.ops.backends import dependent_launch
-from nanovllm.ops.distributed.group import joined, summed
+from nanovllm.ops.distributed.group import joined, side_by_side, summed
 from nanovllm.ops.distributed.shared_memory import ADDED, FLAGS, GATHERED, STAGE, share_memory, slot_of
 from nanovllm.ops.linear.linear_add_norm import norm_add
 from nanovllm.types import Tensor
@@ -32,13 +34,14 @@ class ProcessGroup:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Join the collective operations of a group. All ranks call this at the same time."""
         self.size, self.rank, self.device = group.size(), group.rank(), device
-        self._group, self._shared = group, None if device.type == "cpu" else share_memory(group, device)
+        self._group: Any = group
+        self._shared = None if device.type == "cpu" else share_memory(group, device)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of the ranks' tensors."""
+        if not x.is_cuda:
+            return summed(self._gathered(x))
         with self._watched():
-            if not x.is_cuda:
-                return summed(self._gathered(x))
             if self._shared is not None and self._fits(x, ADDED):
                 from nanovllm.ops.distributed.triton_meetings import reduce
 
@@ -75,9 +78,9 @@ class ProcessGroup:
 
     def all_gather(self, x: Tensor) -> Tensor:
         """The ranks' tensors, stacked."""
+        if not x.is_cuda:
+            return torch.stack(self._gathered(x))
         with self._watched():
-            if not x.is_cuda:
-                return torch.stack(self._gathered(x))
             out = x.new_empty((self.size, *x.shape))
             dist.all_gather(list(out.unbind()), x.contiguous(), group=self._group)
             return out
@@ -86,7 +89,7 @@ class ProcessGroup:
         """The ranks' columns side by side, up to `width`."""
         a_row = x.shape[1] * x.element_size()
         if self._shared is None or not a_row or a_row > STAGE or not x.shape[0]:
-            return self.all_gather(x).transpose(0, 1).flatten(1)[:, :width].contiguous()
+            return side_by_side(self.all_gather(x), width)
         from nanovllm.ops.distributed.triton_meetings import COLUMNS, gather_columns
 
         most = min(STAGE // a_row, FLAGS // (4 * self.size * -(-x.shape[1] // COLUMNS)))
@@ -107,7 +110,11 @@ class ProcessGroup:
         if self._shared is not None:
             self._shared.failed.numpy()[0] = 1
         with suppress(Exception):  # of a group that has given up before
-            self._group.abort()  # pyright: ignore[reportAttributeAccessIssue]
+            self._group.abort()
+
+    def release(self) -> None:
+        """Let go of the group. Its threads must end before the interpreter does, which aborts the process otherwise."""
+        self._group = None
 
     def _fits(self, x: Tensor, most: int) -> bool:
         floats = x.dtype in (torch.bfloat16, torch.float16, torch.float32)
@@ -156,7 +163,7 @@ def make_mesh(device: torch.device | str | None = None) -> Mesh:
     if not dist.is_available():
         raise InvalidRequestError("make_mesh needs a build of torch with torch.distributed, and this one has none")
     where = _device(device)
-    if not dist.is_initialized():
+    if begun := not dist.is_initialized():
         missing = [name for name in ("RANK", "WORLD_SIZE") if name not in os.environ]
         if missing:
             raise InvalidRequestError(f"make_mesh: {' and '.join(missing)} not set: start the program by torchrun")
@@ -165,7 +172,17 @@ def make_mesh(device: torch.device | str | None = None) -> Mesh:
         dist.init_process_group(backend, timeout=timedelta(minutes=MINUTES), **own)
     world = dist.group.WORLD
     assert world is not None
-    return mesh_of(world, where)
+    mesh = mesh_of(world, where)
+    atexit.register(_leave, weakref.ref(mesh.owner), ends=begun and where.type == "cpu")  # NCCL would wait for graphs that use it
+    return mesh
+
+
+def _leave(group: "weakref.ref[Any]", *, ends: bool) -> None:
+    """At the end of the program: let go of a group, and end that of `torch.distributed` if it `ends`."""
+    if (one := group()) is not None:
+        one.release()
+    if ends and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def mesh_of(group: dist.ProcessGroup, device: torch.device) -> Mesh:

@@ -143,8 +143,7 @@ def _seconds(text: str | None) -> float | None:
 
 def serve_arguments(options: argparse.Namespace) -> list[str]:
     """The options of the model and the engine, as words of a command line of `nanovllm serve`."""
-    ranks = {} if options.tensor_parallel_size == 1 else {"tensor_parallel_size": options.tensor_parallel_size}
-    chosen = {"max_step_ms": inf, **ranks, **chosen_model_options(options)}  # no bound on a step: nobody waits for single tokens
+    chosen = {"max_step_ms": inf, **chosen_model_options(options)}  # no bound on a step: nobody waits for single tokens
     return [f"--{name.replace('_', '-')}" + ("" if value is True else f"={_word(value)}") for name, value in chosen.items()]
 
 
