@@ -8,6 +8,7 @@ import pytest
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine import admission
+from nanovllm.engine.admission import CROWD, GATHER
 from nanovllm.engine.decode_pages import EARLY
 from nanovllm.engine.scheduler import schedule, steady
 from nanovllm.sampling.params import SamplingParams
@@ -60,6 +61,13 @@ def settled(plan):
             grown = replace(grown, tokens=grown.tokens.append(0))
         running.append(grown)
     return plan.pool, running, plan.waiting
+
+
+def run_on(limits, pool, running, steps):
+    """The pool and the sequences after steps in which nobody waits."""
+    for _ in range(steps):
+        pool, running, _ = settled(schedule(pool, running, queue(), limits))
+    return pool, running
 
 
 def ids(sequences):
@@ -325,6 +333,7 @@ def test_places_are_given_away_several_at_a_time():
     """Of 64 places two are given away together, unless only one request waits, a prompt runs anyway, or the request is urgent."""
     limits = config(num_pages=400, page_size=8, max_model_len=32, max_num_seqs=64, max_num_batched_tokens=256)
     pool, running, left = settled(start(limits, *[waiting(i, 3) for i in range(64 + 5)]))
+    pool, running = run_on(limits, pool, running, GATHER)
     assert len(running) == 64 and len(left) == 5
 
     def gone(count):
@@ -356,10 +365,29 @@ def test_a_free_place_waits_for_a_few_steps_only():
     """Whatever the number of steps so far, a place that becomes free is given away within 8 steps, and no step after that is left out."""
     limits = config(num_pages=400, page_size=4, max_model_len=16, max_num_seqs=64, max_num_batched_tokens=256)
     pool, running, left = settled(start(limits, *[waiting(i, 3) for i in range(64 + 5)]))
+    pool, running = run_on(limits, pool, running, GATHER)
     pool, running = give_up_pages(pool, running[0]), running[1:]
     for first in range(16):
         waits = next(wait for wait in range(9) if schedule(pool, running, left, limits, num_steps=first + wait).prefill)
         assert waits == -first % 8
+
+
+def test_few_requests_wait_for_others_after_a_step_with_prompts():
+    """While 12 replies go on, two requests wait until the newest has grown for some steps. A crowd does not wait, nor an urgent one."""
+    limits = config(num_pages=400, page_size=8, max_model_len=32, max_num_seqs=64, max_num_batched_tokens=256)
+    pool, running, left = settled(start(limits, *[waiting(i, 3) for i in range(12)]))
+    two, crowd = queue(*[waiting(i, 3) for i in (12, 13)]), queue(*[waiting(i, 3) for i in range(12, 12 + 12 // CROWD)])
+    urgent = waiting(99, 3)
+    urgent = two.push(replace(urgent, request=replace(urgent.request, rank=-1)))
+    for generated in range(1, GATHER + 1):
+        assert running[-1].num_generated == generated and not schedule(pool, running, two, limits, num_steps=8).prefill
+        found = steady(pool, tuple(running), two, limits, num_steps=8)
+        assert found is not None and found.steps == GATHER + 1 - generated
+        assert ids([s for s, _ in schedule(pool, running, crowd, limits, num_steps=8).prefill]) == [*range(12, 12 + 12 // CROWD)]
+        assert ids([s for s, _ in schedule(pool, running, urgent, limits, num_steps=8).prefill]) == [99, 12, 13]
+        pool, running = run_on(limits, pool, running, 1)
+    assert ids([s for s, _ in schedule(pool, running, two, limits, num_steps=1).prefill]) == [12, 13]
+    assert steady(pool, tuple(running), two, limits, num_steps=1) is None
 
 
 def test_pages_grow_two_steps_before_they_are_needed():

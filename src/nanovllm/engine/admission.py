@@ -1,8 +1,8 @@
 """Admission: whether the first waiting request may run, and over which pages.
 
 Preemption costs tokens that run twice, so a request is admitted only if it and those that run can grow to their expected lengths
-(`can_grow`, `state/expected_reply.py`). An engine whose places were nearly all taken gives them away several at a time, or any number in
-each `HELD`-th step (`opens`).
+(`can_grow`, `state/expected_reply.py`). A step with prompts delays all replies that go on, so a few requests wait some steps for others
+(`opens`).
 """
 
 from bisect import bisect
@@ -23,6 +23,8 @@ from nanovllm.state.window_frames import least_frames
 
 PLACES = 32  # places that become free are given away together: one of so many places of the engine
 HELD = 8  # in one of so many steps a free place is given away even if it is the only one
+GATHER = 4  # tokens of the newest reply up to which a few requests wait for others
+CROWD = 2  # they are few if there are more running requests than waiting ones, multiplied by this
 SMALL = 512  # tokens of a pool below which preemption costs so little that requests are admitted whether they can grow or not
 SHARE = 16  # no reply is expected to be longer than the tokens of the pool, divided by this
 LONGER = 8  # a reply that is as long as expected is expected to grow by this length, divided by this
@@ -31,14 +33,26 @@ LONGER = 8  # a reply that is as long as expected is expected to grow by this le
 def opens(draft: Draft, num_steps: int) -> bool:
     """Whether a step that runs no prompt so far may begin to admit requests, after so many steps.
 
-    A step with one short prompt takes nearly as long as a step with several. So if nearly all places are taken, those that become free
-    wait until there are several, or one for each request that waits, or until the number of steps is a multiple of `HELD`. A request
-    that comes before one that runs does not wait for that.
+    A step with one short prompt takes nearly as long as a step with several. So requests wait for others in two cases:
+
+    - Nearly all places are taken. Those that become free are given away when there are several, or one for each request that waits, or
+      when the number of steps is a multiple of `HELD`.
+    - Only a few requests wait (`CROWD`), and prompts ran less than `GATHER` steps ago.
+
+    A request that comes before one that runs does not wait for others.
     """
     first, places = draft.waiting.first(), draft.config.max_num_seqs - len(draft.running)
-    if first is None or not draft.running or num_steps % HELD == 0:
+    if first is None or not draft.running or turn_of(first) < turn_of(draft.running[-1]):
         return True
-    return places >= min(draft.config.max_num_seqs // PLACES, len(draft.waiting)) or turn_of(first) < turn_of(draft.running[-1])
+    if len(draft.waiting) * CROWD < len(draft.running) and draft.running[-1].num_generated <= GATHER:
+        return False
+    return num_steps % HELD == 0 or places >= min(draft.config.max_num_seqs // PLACES, len(draft.waiting))
+
+
+def steps_held(draft: Draft, num_steps: int) -> int:
+    """The number of steps after which `opens` is asked again, if it is false now and no request comes."""
+    newest = draft.running[-1].num_generated
+    return GATHER + 1 - newest if newest <= GATHER else HELD - num_steps % HELD
 
 
 def may_admit(draft: Draft) -> bool:

@@ -10,7 +10,7 @@ sequence whose turn is last returns to the queue (`preemption.py`).
 from collections.abc import Sequence as Seq
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.admission import HELD, admit, fits, may_admit, opens, set_stranded_apart
+from nanovllm.engine.admission import HELD, admit, fits, may_admit, opens, set_stranded_apart, steps_held
 from nanovllm.engine.decode_pages import EARLY, lacks_pages, may_grow_early, place_decode
 from nanovllm.engine.draft import Draft, id_of, room_of
 from nanovllm.engine.plan import Plan
@@ -99,7 +99,7 @@ def steady(
             steps = left
     first = waiting.first()
     if may_admit(draft):
-        steps = 0 if opens(draft, num_steps) else min(steps, HELD - num_steps % HELD)
+        steps = 0 if opens(draft, num_steps) else min(steps, steps_held(draft, num_steps))
     elif first is not None and len(running) < config.max_num_seqs and not fits(draft, first):
         steps = min(steps, HELD - num_steps % HELD)  # `schedule` sees whether it can ever run
     if steps <= 0:

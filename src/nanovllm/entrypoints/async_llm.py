@@ -31,7 +31,7 @@ from nanovllm.tokenizer.stream import TextStream
 from nanovllm.tokenizer.tokenizer import Tokenizer
 
 T = TypeVar("T")
-STEP_MS = 35.0  # the default of `max_step_ms` on a GPU
+STEP_MS = 25.0  # the default of `max_step_ms` on a GPU
 SHORT = 4096  # characters that are encoded in the event loop's own thread
 
 
@@ -64,7 +64,7 @@ class AsyncLLM:
             model: A folder, a repository or `"tiny"`, as `load_model` takes them, or a `Model`.
             max_num_waiting: How many requests may be in the engine beyond the `max_num_seqs` that run. Further ones raise `QueueFullError`.
                 None: any number.
-            **options: The other arguments of `LLM`. On a GPU `max_step_ms` is 35 unless you set it, or `max_prefill_tokens`. Infinity: no
+            **options: The other arguments of `LLM`. On a GPU `max_step_ms` is 25 unless you set it, or `max_prefill_tokens`. Infinity: no
                 bound.
 
         Raises:
