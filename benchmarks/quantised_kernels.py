@@ -8,6 +8,7 @@ The parts:
 - `many`: 8, 16, 64 and 256 rows on tensor cores, with several tiles.
 - `long`: 256 to 2048 rows, the kernel on tensor cores beside a dequantised matrix that torch multiplies, for `FUSED_ROWS`, and beside
   activations that are rounded to FP8, too.
+- `rounded`: the same for 32 to 256 rows, for `scaled_product.ROWS`.
 
 A call runs inside a CUDA graph over several copies of its weights, which together are larger than L2, so that every call reads from memory.
 The share is the time of the same product of this package in bfloat16, divided by the time. The first line of a kernel is its default tile.
@@ -56,7 +57,7 @@ from nanovllm.testing.quantised_problems import quantised_problem
 CUDA, BF16, EPS = torch.device("cuda"), torch.bfloat16, 1e-6
 COPIES = 120 << 20  # bytes of all copies of a matrix, at least; L2 has 50 MB
 WIDTHS = (9, 8, 5, 12, 24, 9, 6, 9, 5)  # of the columns of the table
-PARTS = {"few": (1,), "many": (8, 16, 64, 256), "long": (256, 512, 1024, 2048)}
+PARTS = {"few": (1,), "many": (8, 16, 64, 256), "long": (256, 512, 1024, 2048), "rounded": (32, 64, 96, 128, 192, 256)}
 KINDS: dict[str, tuple[Kind, int | None, int]] = {  # kind of codes, columns and rows of a scale
     "int4": ("int4", 128, 1), "fp8-block": ("fp8", 128, 128), "fp8": ("fp8", None, 1), "int8": ("int8", None, 1),
 }  # fmt: skip
@@ -218,8 +219,8 @@ class Plan:
 
 
 def plan(part: str, kind: str, each: Matrix) -> Plan:
-    """Plan a part for one matrix. Prompts need few rows of the head."""
-    weights, rows = copies(kind, each), PARTS[part] if part != "long" or each.name != "head" else ()
+    """Plan a part for one matrix. Prompts need few rows of the head, which is never multiplied with rounded activations."""
+    weights, rows = copies(kind, each), PARTS[part] if part not in ("long", "rounded") or each.name != "head" else ()
     made = [(count, inputs(each, count)) for count in rows]
     return Plan(
         kind=kind, matrix=each, weights=weights, rows=[(n, given, list(ways(part, each, weights[0], n, given))) for n, given in made]

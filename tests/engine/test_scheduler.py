@@ -375,7 +375,7 @@ def test_a_free_place_waits_for_a_few_steps_only():
 def test_few_requests_wait_for_others_after_a_step_with_prompts():
     """While 12 replies go on, two requests wait until the newest has grown for some steps. A crowd does not wait, nor an urgent one."""
     limits = config(num_pages=400, page_size=8, max_model_len=32, max_num_seqs=64, max_num_batched_tokens=256)
-    pool, running, left = settled(start(limits, *[waiting(i, 3) for i in range(12)]))
+    pool, running, _ = settled(start(limits, *[waiting(i, 3) for i in range(12)]))
     two, crowd = queue(*[waiting(i, 3) for i in (12, 13)]), queue(*[waiting(i, 3) for i in range(12, 12 + 12 // CROWD)])
     urgent = waiting(99, 3)
     urgent = two.push(replace(urgent, request=replace(urgent.request, rank=-1)))

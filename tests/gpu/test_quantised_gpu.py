@@ -132,12 +132,13 @@ def test_activations_in_fp8(outputs: int, columns: int) -> None:
     """The products of many rows are those of the reference, those of few rows do not change, and a row is alone."""
     matrix = quantised_problem("fp8", outputs, columns, group=None, device="cuda")
     rounding = replace(matrix, fp8_activations=True)
-    x, bias = torch.randn(FUSED_ROWS + 100, columns, device=CUDA).to(BF16), torch.randn(outputs, device=CUDA).to(BF16)
+    few = scaled_product.ROWS
+    x, bias = torch.randn(few + 100, columns, device=CUDA).to(BF16), torch.randn(outputs, device=CUDA).to(BF16)
     x[3], x[5] = 0, x[5] * 1e3
     got, want = linear(x, rounding, bias), scaled_product.reference(x, rounding, bias)
     for one, other in zip(got, want, strict=True):
         assert error(one, other) < 1e-2
-    assert torch.equal(linear(x[:FUSED_ROWS], rounding), linear(x[:FUSED_ROWS], matrix))
+    assert torch.equal(linear(x[:few], rounding), linear(x[:few], matrix))
     assert torch.equal(linear(x.flip(0), rounding, bias).flip(0), got)
     residual, norm = torch.randn(len(x), outputs, device=CUDA).to(BF16), torch.ones(outputs, device=CUDA, dtype=BF16)
     y, _ = linear_add_norm(x, rounding, bias, residual, norm, 1e-6)
@@ -145,7 +146,7 @@ def test_activations_in_fp8(outputs: int, columns: int) -> None:
 
 
 def test_a_model_with_activations_in_fp8() -> None:
-    """Short prompts give the same bits as without the option; long ones give nearly the same probabilities, by graphs and by calls."""
+    """It gives nearly the same probabilities as without the option, by graphs and by calls; with many replies, too."""
     config = tiny_config("Qwen3ForCausalLM", **SMALL, max_position_embeddings=4096)
     plain = random_model(config, 0, "bfloat16", device="cuda", std=0.05)
     plain = replace(plain, params=rounded_params(plain.params, Rounding(kind="fp8")))
@@ -155,17 +156,21 @@ def test_a_model_with_activations_in_fp8() -> None:
         state = nv.init_state(each, num_pages=600, page_size=16, max_model_len=4096, max_num_batched_tokens=2048)
         random = torch.Generator().manual_seed(1)
         params = nv.SamplingParams(temperature=0.0, max_tokens=2, logprobs=1, ignore_eos=True)
-        prompts = [torch.randint(config.vocab_size, (n,), generator=random).tolist() for n in (100, 700, 2000)]
+        prompts = [torch.randint(config.vocab_size, (n,), generator=random).tolist() for n in (300, 700, 2000)]
         made = list[nv.Generation]()
         for prompt in prompts:
             state, reply = nv.generate(each, state, prompt, params)
             made.append(reply)
+        state, more = nv.generate_many(each, state, prompts[:1] * (scaled_product.ROWS + 30), params)
+        made.append(more[-1])
         nv.check(state)
         found.append(made)
-    (short, *long), (own, *others) = found
-    assert short.token_ids == own.token_ids and str(short.logprobs) == str(own.logprobs)
-    for one, other in zip(long, others, strict=True):
+    for one, other in zip(*found, strict=True):
         assert str(one.logprobs) != str(other.logprobs)  # it does something
+        for top, alike in zip(one.logprobs or (), other.logprobs or (), strict=True):
+            assert abs(top.logprob - alike.logprob) < 0.3
+            if top.token_id != alike.token_id:
+                break  # from here on the texts differ
 
 
 @pytest.mark.parametrize("rows", [2, 3, SUMMED])

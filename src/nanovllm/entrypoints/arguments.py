@@ -70,7 +70,7 @@ def add_quantization(parser: Any) -> None:
     kinds = "round the matrices to 8 or 4 bits while they are loaded; a checkpoint that is quantised already needs no option"
     parser.add_argument("--quantization", choices=KINDS, help=kinds)
     parser.add_argument("--quantize-head", action="store_true", help="with --quantization: round the output matrix, too")
-    rounds = "with FP8 weights that have a scale per row: round the activations of long prompts to FP8, too, which is faster and less exact"
+    rounds = "with FP8 weights that have a scale per row: round activations of steps of many tokens, too: faster, less exact"
     parser.add_argument("--fp8-activations", action="store_true", help=rounds)
 
 

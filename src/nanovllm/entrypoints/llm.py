@@ -115,7 +115,7 @@ class LLM:
             trust_remote_code: Whether Python code in the checkpoint may be executed.
             quantization: `"fp8"`, `"int8"` or `"int4"`: matrices are rounded while they are loaded, as in `load_model`. None: they are not.
             quantize_head: Whether the output matrix is rounded, too.
-            fp8_activations: Whether long prompts with FP8 weights round activations to FP8, too, as in `load_model`: faster, less exact.
+            fp8_activations: Whether steps of many tokens with FP8 weights round activations, too, as in `load_model`: faster, less exact.
             kv_dtype: `"fp8"`: keys and values as codes of 8 bits, with a scale for each token and head. None: the model's dtype.
             tensor_parallel_size: The number of ranks that run the model together, each on a GPU of its own. The others are processes that
                 this one starts. They end with `close`, with the object and its states, or with the program.

@@ -1,4 +1,4 @@
-"""`with_fp8_activations`: a model whose long prompts round the activations of FP8 weights to FP8, too."""
+"""`with_fp8_activations`: a model whose steps of many tokens round the activations of FP8 weights to FP8, too."""
 
 import hashlib
 from dataclasses import replace

@@ -2,8 +2,8 @@
 
 Few rows with a matrix of 8 bits are summed in float32. More rows are multiplied on tensor cores by kernels that convert the codes they
 read, and so are few rows with a matrix of 4 bits. Above `FUSED_ROWS` rows each program would repeat too much of the conversion, so the
-matrix is dequantised in pieces and torch multiplies; or, if the matrix asks for it, the activations are rounded to FP8 and torch multiplies
-codes.
+matrix is dequantised in pieces and torch multiplies. If the matrix asks for it, the activations of more than `scaled_product.ROWS` rows are
+rounded to FP8, and torch multiplies codes.
 """
 
 from collections.abc import Sequence
@@ -82,7 +82,7 @@ def product(
 
     x, weight = in_order(x, weight)
     new, alone = dependent_launch(x.device), gated and bias is None and gates_alone(weight, len(x))  # then one launch does all
-    if len(x) > FUSED_ROWS:
+    if _by_torch(x, weight):
         y = _of_many_rows(x, weight, bias)
         return triton_many_rows.gate(y, new, act) if gated else y
     tile = given_tile(cut, weight, len(x), alone, *_limits(x.device))
@@ -109,7 +109,7 @@ def product_add_norm(
 
     x, weight = in_order(x, weight)
     new = dependent_launch(x.device)
-    if len(x) > FUSED_ROWS:
+    if _by_torch(x, weight):
         parts, bias = _of_many_rows(x, weight, bias).unsqueeze(0), None
     else:
         tile = given_tile(cut, weight, len(x), False, *_limits(x.device), split=True)
@@ -131,6 +131,11 @@ def _on_tensor_cores(
     if isinstance(tile, SplitTile):
         return triton_quantised_split.product(x, weight, bias, gated, tile, new, act, new)
     return triton_quantised_many.product(x, weight, bias, gated, tile, new, act, new)
+
+
+def _by_torch(x: Tensor, weight: QuantisedMatrix) -> bool:
+    """Whether torch multiplies so many rows."""
+    return len(x) > (min(FUSED_ROWS, scaled_product.ROWS) if weight.fp8_activations else FUSED_ROWS)
 
 
 def _of_many_rows(x: Float[Tensor, "B K"], weight: QuantisedMatrix, bias: Float[Tensor, "out"] | None) -> Float[Tensor, "B out"]:
