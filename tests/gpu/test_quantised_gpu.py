@@ -153,7 +153,7 @@ def test_a_model_with_activations_in_fp8() -> None:
     model = with_fp8_activations(plain)
     found = []
     for each in (plain, model):
-        state = nv.init_state(each, num_pages=600, page_size=16, max_model_len=4096, max_num_batched_tokens=2048)
+        state = nv.init_state(each, num_pages=4000, page_size=16, max_model_len=4096, max_num_batched_tokens=2048)
         random = torch.Generator().manual_seed(1)
         params = nv.SamplingParams(temperature=0.0, max_tokens=2, logprobs=1, ignore_eos=True)
         prompts = [torch.randint(config.vocab_size, (n,), generator=random).tolist() for n in (300, 700, 2000)]

@@ -70,7 +70,7 @@ def load_model(
             int8 with a scale per row, int4 with a scale for each 128 columns. None: weights stay as the checkpoint has them. A checkpoint
             that is quantised already needs no option.
         quantize_head: Whether the output matrix is rounded, too. If it is also the embedding table, the table stays as it is.
-        fp8_activations: Whether products of more than 96 tokens with FP8 weights that have a scale per row round the activations to FP8,
+        fp8_activations: Whether products of more than 64 tokens with FP8 weights that have a scale per row round the activations to FP8,
             too. That makes prompts and steps of many replies faster and less exact, and a token may then depend on how many others ran
             with it.
         mesh: The ranks that run the model together, from `make_mesh`. Each reads its own part of the weights, and the sizes in

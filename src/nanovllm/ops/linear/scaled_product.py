@@ -12,7 +12,7 @@ from nanovllm.ops.linear.quantised import QuantisedMatrix, spread
 from nanovllm.types import Float, Tensor
 
 ALIGNED = 16  # the outputs of a product are a multiple of this number
-ROWS = 96  # products of more rows round their activations, if the matrix asks for it; fewer rows are faster by kernels that convert codes
+ROWS = 64  # products of more rows round their activations, if the matrix asks for it; fewer rows are faster by kernels that convert codes
 
 
 def against(weight: QuantisedMatrix) -> str:
