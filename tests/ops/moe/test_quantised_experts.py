@@ -184,7 +184,7 @@ def test_every_number_of_tokens_has_tiles_that_fit(name: str, kind: Kind, group:
     for memory in (200_000, 158_720, 93_184):
         for tokens in (1, 2, 4, 8, 16, 64, 256, 1024, 4096):
             tiles = tiles_of(tokens, k, gate_up, down, memory)
-            assert isinstance(tiles, QuantisedFewTiles) == (2 * tokens * k <= num or tokens == 1)
+            assert isinstance(tiles, QuantisedFewTiles) == (4 * tokens * k <= num or tokens == 1)
             if isinstance(tiles, QuantisedGroupedTiles):
                 assert tiles.gate_up.rows == tiles.down.rows and tiles.gate_up.parts == tiles.down.parts == 1
                 for tile, matrix, gated in ((tiles.gate_up, gate_up, True), (tiles.down, down, False)):
