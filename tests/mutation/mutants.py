@@ -341,7 +341,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("each free place is given away at once", "admits = bool(prefill) or opens(draft, num_steps)", "admits = True"),
         (
             "steady steps pass over the end of a wait",
-            "0 if opens(draft, num_steps) else min(steps, HELD - num_steps % HELD)",
+            "0 if opens(draft, num_steps) else min(steps, steps_held(draft, num_steps))",
             "0 if opens(draft, num_steps) else steps",
         ),
     ),
@@ -368,7 +368,10 @@ MUTANTS: tuple[Mutant, ...] = (
         SCHEDULER + STEP,
         ("tokens run again count as reused", "draft.num_reused += max(0, reused - sequence.most_filled)", "draft.num_reused += reused"),
         ("an urgent request waits for places", " or turn_of(first) < turn_of(draft.running[-1])", ""),
-        ("a free place waits without an end", "or num_steps % HELD == 0:", "or False:"),
+        ("a free place waits without an end", "return num_steps % HELD == 0 or places", "return places"),
+        ("a few requests wait without an end", "num_generated <= GATHER:", "num_generated >= 0:"),
+        ("no request waits for others", "len(draft.waiting) * CROWD <", "0 * CROWD >"),
+        ("a few requests wait a step too long", "return GATHER + 1 - newest", "return GATHER + 2 - newest"),
     ),
     *bugs(
         "engine/scheduler.py",

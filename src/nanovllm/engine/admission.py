@@ -24,7 +24,7 @@ from nanovllm.state.window_frames import least_frames
 PLACES = 32  # places that become free are given away together: one of so many places of the engine
 HELD = 8  # in one of so many steps a free place is given away even if it is the only one
 GATHER = 4  # tokens of the newest reply up to which a few requests wait for others
-CROWD = 2  # they are few if there are more running requests than waiting ones, multiplied by this
+CROWD = 4  # they are few if there are more running requests than waiting ones, multiplied by this
 SMALL = 512  # tokens of a pool below which preemption costs so little that requests are admitted whether they can grow or not
 SHARE = 16  # no reply is expected to be longer than the tokens of the pool, divided by this
 LONGER = 8  # a reply that is as long as expected is expected to grow by this length, divided by this
