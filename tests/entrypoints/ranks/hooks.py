@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 
+from nanovllm.config import Mesh
+from nanovllm.entrypoints.cli.bench.model_shapes import random_model
 from nanovllm.errors import InvalidRequestError
 from nanovllm.executor.executor import runtime_of
 from nanovllm.models.model import Model
 from nanovllm.state.engine_state import EngineState
+from nanovllm.testing.models import tiny_config
 
 Made = tuple[Model, EngineState]
 
@@ -129,3 +132,11 @@ def refuses(rank: int, model: Model, state: EngineState, group: Any) -> Made:
         raise InvalidRequestError("there is no cuda:1")
     together(group)
     return model, state
+
+
+SMALL = tiny_config(max_position_embeddings=1024)
+
+
+def small_weights(name: str, *, device: torch.device, mesh: Mesh, **rounding: Any) -> Model:
+    """What `random_weights` makes, with a shape that processes of tests know."""
+    return random_model(f"{name} (random weights)", SMALL, device=device, dtype=rounding["dtype"], mesh=mesh)
