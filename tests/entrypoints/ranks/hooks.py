@@ -143,6 +143,14 @@ def small_weights(name: str, *, device: torch.device, mesh: Mesh, **rounding: An
     return random_model(f"{name} (random weights)", SMALL, device=device, dtype=rounding["dtype"], mesh=mesh)
 
 
+def other_weights(name: str, *, device: torch.device, mesh: Mesh, **rounding: Any) -> Model:
+    """As `small_weights`, but rank 1 has other values in its part of one matrix."""
+    model = small_weights(name, device=device, mesh=mesh, **rounding)
+    if mesh.rank:
+        model.params.layers[1].o.mul_(1.01)
+    return model
+
+
 class Short:
     """In place of `take_memory`: some of its calls find too little memory."""
 

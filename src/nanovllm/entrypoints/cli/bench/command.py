@@ -214,8 +214,9 @@ def _on_ranks(
     name, first = model_name(options), torch.device(devices[0])
     config = _config(name, **source(options))
     ceiling = measure_ceiling(first, resolve_dtype(options.dtype, config, first))  # before the engine takes the memory
-    limits, start = _limits(config, which, options), time.perf_counter()
-    model, state = ends.enter_context(ranked_engine(name, devices, options.dtype, source(options), rounding(options), limits))
+    limits, loading = _limits(config, which, options), {"dtype": options.dtype, **source(options), **rounding(options)}
+    start = time.perf_counter()
+    model, state = ends.enter_context(ranked_engine(name, devices, loading, limits))
     journal = _journal(model, options, arguments)
     journal.set({"ranks": len(devices), "ranks_init_s": round(time.perf_counter() - start, 2)})
     return Engine(model, state), ceiling, journal

@@ -1,7 +1,8 @@
-"""The engine of several ranks that `nanovllm bench` measures, which is that of `LLM(tensor_parallel_size=n)`."""
+"""The engine of several ranks that `nanovllm bench` measures and `nanovllm check` examines: that of `LLM(tensor_parallel_size=n)`."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES, random_weights, require_no_revision
@@ -17,26 +18,26 @@ ONE_DEVICE = "it starts an engine on one device; omit --tensor-parallel-size"  #
 
 @contextmanager
 def ranked_engine(
-    name: str, devices: tuple[str, ...], dtype: str | None, where: Mapping[str, Any], rounding: Mapping[str, Any], limits: Mapping[str, Any]
+    name: str, devices: tuple[str, ...], loading: Mapping[str, Any], limits: Mapping[str, Any], rank_timeout: float = RANK_TIMEOUT
 ) -> Iterator[tuple[Model, EngineState]]:
     """Start the ranks, yield the model and the engine of rank 0, and end the ranks.
 
     Args:
         name: One of `SHAPES`, for random weights, or what `load_model` takes.
         devices: The device of each rank.
-        dtype: The dtype of the weights.
-        where: The values of `arguments.source`.
-        rounding: The values of `arguments.rounding`.
+        loading: Further arguments of `load_model`, of which random weights take the dtype and how they are rounded.
         limits: Arguments of `init_state`.
+        rank_timeout: As in `LLM`.
 
     Raises:
         NanoVLLMError: As `LLM`.
     """
     if name in SHAPES:
-        require_no_revision(name, where["revision"])
-        settings = settings_by(MAKER, name, SHAPES[name], devices, {"dtype": dtype, **rounding}, limits)
+        require_no_revision(name, loading["revision"])
+        known = {key: loading[key] for key in ("dtype", "quantization", "quantize_head", "fp8_activations")}
+        settings = replace(settings_by(MAKER, name, SHAPES[name], devices, known, limits), rank_timeout=rank_timeout)
     else:
-        settings = settings_of(name, devices, {"dtype": dtype, **where, **rounding}, limits, RANK_TIMEOUT)
+        settings = settings_of(name, devices, loading, limits, rank_timeout)
     model, state = start(settings)
     try:
         yield model, state
