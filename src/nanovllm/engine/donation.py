@@ -7,13 +7,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from nanovllm.engine.mirrored import calling_mesh
 from nanovllm.errors import ForeignChunkError, InvalidRequestError, NanoVLLMError, OutOfPagesError, ReleasedChunkError
+from nanovllm.executor.agreed_memory import SharedShortage
+from nanovllm.executor.distributed import left
 from nanovllm.models.model import Model
 from nanovllm.state import pool as pools
 from nanovllm.state.chunk import Chunk
-from nanovllm.state.device_errors import fatal, out_of_memory
+from nanovllm.state.device_errors import chain, fatal, out_of_memory
 from nanovllm.state.engine_state import EngineState
-from nanovllm.state.lease import ModelKey
+from nanovllm.state.lease import NEW_ENGINE, ModelKey
 from nanovllm.state.pool import Pool, Taken
 from nanovllm.state.vector import IntVector
 from nanovllm.state.window_frames import pages_with
@@ -123,6 +126,17 @@ def overwritten(pool: Pool, pages: Seq[int], frames: Seq[int]) -> frozenset[int]
     return frozenset([*(page for page in pages if pool.pages.refcount(page)), *by_frame])
 
 
+def _require_shared(state: EngineState, error: BaseException) -> None:
+    """Require that no other rank waits for this one after it ran out of memory. Rank 0 of a mirror finds that out by itself.
+
+    Raises:
+        EngineDeadError: This rank ran out of memory in the middle of a call that the others go on with. They are released.
+    """
+    if (mesh := calling_mesh(state)) is not None and not any(isinstance(one, SharedShortage) for one in chain(error)):
+        left(mesh)
+        raise state.runtime.lease.kill(f"rank {mesh.rank} of {mesh.size} ran out of device memory in a call", NEW_ENGINE) from error
+
+
 @contextmanager
 def guarded(state: EngineState) -> Iterator[Taken]:
     """Guard the device work of one call up to its commit, and yield the record of the pages that it takes.
@@ -145,6 +159,7 @@ def guarded(state: EngineState) -> Iterator[Taken]:
         if (cause := fatal(error)) is not None:
             raise lease.kill(cause) from error
         if not isinstance(error, NanoVLLMError) and out_of_memory(error):
+            _require_shared(state, error)
             raise OutOfPagesError("the device ran out of memory during the call; the state is as it was before") from error
         raise
     finally:

@@ -1,7 +1,8 @@
 """Errors that belong to a request: whose they are, how the request ends, and the state in which the others go on.
 
 A step that runs out of device memory is repeated with half of the tokens of the pass that failed, down to one. Later steps may run a little
-more each, so the budget doubles in about 45 steps until it is `max_num_batched_tokens` again.
+more each, so the budget doubles in about 45 steps until it is `max_num_batched_tokens` again. Ranks that share a model do so together, if
+one of them finds before a pass that it lacks the memory (`executor/agreed_memory.py`); one that runs out later ends the engine.
 """
 
 import time
@@ -17,6 +18,7 @@ from nanovllm.engine.donation import forgotten, overwritten
 from nanovllm.engine.output import draw_token, reply_text, result
 from nanovllm.engine.plan import Plan
 from nanovllm.errors import NanoVLLMError, OutOfPagesError, RequestFailedError
+from nanovllm.executor.agreed_memory import SharedShortage
 from nanovllm.executor.executor import Drawn, runtime_of
 from nanovllm.models.model import Model
 from nanovllm.sampling.process_logits import Culprit
@@ -78,7 +80,8 @@ def recovered(model: Model, state: EngineState, error: Exception, attempt: Attem
     culprit = next((note for one in chain(error) for note in reversed(getattr(one, "__notes__", ())) if isinstance(note, Culprit)), None)
     budget, stats, kind, failed, message = state.token_budget, state.stats, RequestFailedError, list[Sequence](), ""
     if short := num_tokens > 0 and out_of_memory(error) and not culprit:
-        if runtime_of(state).mirror is not None or model.config.mesh is not None:
+        several = runtime_of(state).mirror is not None or model.config.mesh is not None
+        if several and not any(isinstance(one, SharedShortage) for one in chain(error)):
             return None  # other ranks may have had enough memory, and run the step as it was
         stats = stats.add(memory_shortages=1)
         if num_tokens + others > 1:  # rows that decode come first in a budget, so a step that fails in them runs no prompt next

@@ -91,6 +91,11 @@ def agreed(mesh: Mesh | None, value: V) -> V:
     return value if mesh is None else json.loads(gathered(mesh, json.dumps(value).encode())[0])
 
 
+def of_each_rank(mesh: Mesh, value: int) -> list[int]:
+    """The values of all ranks, which call this at the same time."""
+    return lookup(mesh.group, Group).all_gather(torch.tensor([value])).flatten().tolist()
+
+
 def least(mesh: Mesh | None, values: list[int]) -> list[int]:
     """The least of the ranks' values in each place, on all ranks, which call this at the same time. Without a mesh: `values`."""
     if mesh is None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from nanovllm import models
 from nanovllm.config import EngineConfig
+from nanovllm.executor.agreed_memory import prepared
 from nanovllm.executor.batch import HostBatch, decode_batch, prefill_batch, to_device
 from nanovllm.executor.carry import decode_carry, draw_first, for_a_session, to_host, with_masks
 from nanovllm.executor.cascade_policy import Cascades
@@ -92,6 +93,8 @@ class EagerExecutor:
 
     def decode(self, model: Model, carry: DecodeCarry, masks: Masks | None = None) -> tuple[DecodeCarry, Drawn]:
         """Donates `carry`. Run the step and wait for its results."""
+        num_rows = len(carry.active)
+        prepared(model, num_rows, num_rows, lambda: None)
         if masks is not None:  # the masks of the step before are replaced
             carry = replace(carry, sampling=with_masks(carry.sampling, masks, len(carry.active), model.config.vocab_size))
         carry, out = decode_step(model.params, carry, model.config, forward=self._forward)
@@ -132,7 +135,9 @@ class EagerExecutor:
 
     def _prompts(self, model: Model, kv: KVState, host: HostBatch) -> tuple[Tensor, KVState]:
         plan = 0 if self._cascades is None else self._cascades.prompts(host)
-        return self._forward(model.params, kv, to_device(host, model.device, plan, plan), model.config)
+        num_tokens, asked = len(host.input_ids), host.logit_indices
+        batch = prepared(model, num_tokens, num_tokens if asked is None else len(asked), lambda: to_device(host, model.device, plan, plan))
+        return self._forward(model.params, kv, batch, model.config)
 
     def _program_of(self, model: Model) -> StepProgram | None:
         """The model function for a session's steps. None for a model that transformers runs."""

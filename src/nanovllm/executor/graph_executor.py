@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import InvalidRequestError
+from nanovllm.executor.agreed_memory import prepared
 from nanovllm.executor.attention_plans import Attention, DecodePlans, PromptPlans, own_plans
 from nanovllm.executor.batch import HostBatch, decode_batch, prefill_batch, sample_prompts, to_device, token_rows, widened
 from nanovllm.executor.capture import Captured
@@ -377,7 +378,12 @@ class GraphExecutor:
         return True
 
     def _prompt(self, host: HostBatch) -> Batch:
-        return to_device(host, self._device, *self._attention.plan_prompt(host, together=self._together))
+        num_tokens, asked = len(host.input_ids), host.logit_indices
+
+        def make() -> Batch:
+            return to_device(host, self._device, *self._attention.plan_prompt(host, together=self._together))
+
+        return prepared(self._model, num_tokens, num_tokens if asked is None else len(asked), make)
 
     def _restart(self, step: CapturedStep, rows: Seq[Sequence], places: Int64[np.ndarray, "B"]) -> None:
         # A step writes what processors carry in place: a discarded step would already have done so.

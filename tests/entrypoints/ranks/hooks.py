@@ -8,10 +8,14 @@ from typing import Any
 
 import torch
 
+from nanovllm.config import Mesh
+from nanovllm.entrypoints.cli.bench.model_shapes import random_model
 from nanovllm.errors import InvalidRequestError
+from nanovllm.executor import agreed_memory
 from nanovllm.executor.executor import runtime_of
 from nanovllm.models.model import Model
 from nanovllm.state.engine_state import EngineState
+from nanovllm.testing.models import tiny_config
 
 Made = tuple[Model, EngineState]
 
@@ -128,4 +132,46 @@ def refuses(rank: int, model: Model, state: EngineState, group: Any) -> Made:
     if rank:
         raise InvalidRequestError("there is no cuda:1")
     together(group)
+    return model, state
+
+
+SMALL = tiny_config(max_position_embeddings=1024)
+
+
+def small_weights(name: str, *, device: torch.device, mesh: Mesh, **rounding: Any) -> Model:
+    """What `random_weights` makes, with a shape that processes of tests know."""
+    return random_model(f"{name} (random weights)", SMALL, device=device, dtype=rounding["dtype"], mesh=mesh)
+
+
+def other_weights(name: str, *, device: torch.device, mesh: Mesh, **rounding: Any) -> Model:
+    """As `small_weights`, but rank 1 has other values in its part of one matrix."""
+    model = small_weights(name, device=device, mesh=mesh, **rounding)
+    if mesh.rank:
+        model.params.layers[1].o.mul_(1.01)
+    return model
+
+
+class Short:
+    """In place of `take_memory`: some of its calls find too little memory."""
+
+    def __init__(self, calls: range) -> None:
+        self.calls, self.count = calls, 0
+
+    def __call__(self, device: torch.device, num_bytes: int) -> None:
+        self.count += 1
+        if self.count in self.calls:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def short_before_a_pass(rank: int, model: Model, state: EngineState, group: Any) -> Made:
+    """Rank 1 finds before its first and fourth pass that it lacks the memory. The process of rank 0 is that of the test, and stays."""
+    if rank:
+        agreed_memory.take_memory = Short(range(1, 5, 3))
+    return model, state
+
+
+def short_for_five_passes(rank: int, model: Model, state: EngineState, group: Any) -> Made:
+    """Rank 1 lacks the memory of its first five passes."""
+    if rank:
+        agreed_memory.take_memory = Short(range(1, 6))
     return model, state

@@ -116,3 +116,46 @@ def test_sums_are_rounded_once(dtype: torch.dtype) -> None:
     stacked, bias = torch.stack(parts), torch.ones(8, dtype=dtype)
     torch.testing.assert_close(joined(stacked, bias, dtype).double(), (exact + 1).to(dtype).double(), rtol=1e-6, atol=1e-6)
     assert joined(stacked[:1], None, dtype) is not None and torch.equal(joined(stacked[:1], None, dtype), stacked[0])
+
+
+def test_a_rank_that_runs_out_of_memory_in_a_pass_ends_the_engine_on_all() -> None:
+    """It releases the other, which waits in a sum. A rank that knows of the shortage before the pass ends nothing."""
+    program = """
+        import torch
+        import nanovllm as nv
+        from nanovllm.executor import agreed_memory
+        from nanovllm.models.common import layers
+
+        def short(*given):
+            raise torch.OutOfMemoryError("no memory")
+
+        mesh = nv.make_mesh("cpu")
+        llm = nv.LLM(nv.load_model("tiny", "cpu", mesh=mesh), num_pages=64)
+        take = agreed_memory.take_memory
+        if mesh.rank:
+            agreed_memory.take_memory = short
+        reply = llm.generate([[300, 301]], nv.SamplingParams(max_tokens=4))[0]
+        assert isinstance(reply.error, nv.OutOfPagesError)
+        agreed_memory.take_memory = take
+        print(llm.generate("Hello", nv.SamplingParams(max_tokens=4))[0].finish_reason, llm.state.stats.memory_shortages)
+
+        class Breaks:
+            def __init__(self, inner):
+                self.inner = inner
+
+            def __getattr__(self, name):
+                return short if name == "all_reduce_add_norm" or name == "all_reduce" else getattr(self.inner, name)
+
+        if mesh.rank:
+            from nanovllm.ops.distributed import collectives
+            lookup = collectives.lookup
+            collectives.lookup = lambda handle, kind: Breaks(lookup(handle, kind))
+        try:
+            llm.generate("Hello", nv.SamplingParams(max_tokens=4))
+        except nv.EngineDeadError as error:
+            print("dead:", error, flush=True)
+    """
+    first, second = run_ranks(program, 2)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert first.stdout.startswith("length 2\ndead: ") and second.stdout.startswith("length 2\ndead: ")
+    assert "rank 1 of 2 ran out of device memory in a call" in second.stdout

@@ -15,6 +15,7 @@ from nanovllm.engine.requests import cancel, submit, submit_many
 from nanovllm.engine.step import step
 from nanovllm.entrypoints.conversation import answer_of
 from nanovllm.entrypoints.ranks.codec import decode, encode
+from nanovllm.entrypoints.ranks.examined import examine_parts
 from nanovllm.errors import InvalidRequestError
 from nanovllm.models.model import Model
 from nanovllm.state.chunk import Chunk
@@ -25,7 +26,7 @@ CALLS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         function.__name__: function
         for function in (
             submit, submit_many, cancel, step, prefill, generate, generate_many, fork, truncate, release, detach, compose, drop, score,
-            load, gather_rows, answer_of,
+            load, gather_rows, answer_of, examine_parts,
         )
     }
 )  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.config import Mesh
+from nanovllm.config import Mesh, ModelConfig
 from nanovllm.engine.init_state import init_state
 from nanovllm.engine.mirrored import COMPARED
 from nanovllm.errors import InvalidRequestError
@@ -46,6 +46,7 @@ class Settings:
         grouped: Whether the ranks join a process group and share the model. Otherwise each has the whole model, for tests.
         threads: The threads of torch.
         change: What is made of the model before the engine: a function of a model as `module:name`, and its further arguments.
+        maker: What makes the model in place of `load_model`, with the same arguments, as `module:name`; None: `load_model`.
         hook: A function of the rank, its model, its state and its process group, that returns a model and a state, as `module:name`.
     """
 
@@ -59,6 +60,7 @@ class Settings:
     grouped: bool = True
     threads: int = 1
     change: tuple[str, tuple[str, ...]] | None = None
+    maker: str | None = None
     hook: str | None = None
 
     def encode(self) -> bytes:
@@ -91,7 +93,8 @@ def build(settings: Settings, rank: int, store: Any, joins: Callable[[Mesh], Non
     if store is not None:
         group = joined(store, rank, size, device, timedelta(seconds=max(STARTING, settings.rank_timeout)))
         joins(mesh := mesh_of(group, device))
-    model = load_model(settings.model, device, **settings.loading, mesh=mesh)
+    make = load_model if settings.maker is None else _named(settings.maker)
+    model = make(settings.model, device=device, **settings.loading, mesh=mesh)
     if settings.change is not None:
         model = _named(settings.change[0])(model, *settings.change[1])
     state = init_state(model, **settings.limits)
@@ -172,6 +175,33 @@ def settings_of(model: Any, devices: tuple[str, ...], loading: Mapping[str, Any]
         limits={name: _sent(name, value) for name, value in limits.items()},
         rank_timeout=float(rank_timeout),
         threads=torch.get_num_threads(),
+    )
+
+
+def settings_by(
+    maker: str, model: str, config: ModelConfig, devices: tuple[str, ...], loading: Mapping[str, Any], limits: Mapping[str, Any]
+) -> Settings:
+    """The settings of an engine of several ranks whose model is not loaded but made.
+
+    Args:
+        maker: As in `Settings`.
+        model: The name that it gets.
+        config: The config of the whole model.
+        devices: The device of each rank.
+        loading: Its further arguments.
+        limits: Arguments of `init_state`.
+
+    Raises:
+        InvalidRequestError: The ranks cannot share the model, or an argument cannot be sent to another process.
+    """
+    sharded_config(config, Mesh(size=len(devices), rank=0, group=0))
+    return Settings(
+        model=model,
+        devices=devices,
+        loading={name: _sent(name, value) for name, value in loading.items()},
+        limits={name: _sent(name, value) for name, value in limits.items()},
+        threads=torch.get_num_threads(),
+        maker=maker,
     )
 
 

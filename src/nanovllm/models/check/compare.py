@@ -3,6 +3,8 @@
 A text runs through all layers in float64. The input of each layer is rounded to the model's dtype and given to all three forms. It is a
 decode batch, whose rows are tokens of the text with their own copies of the KV before them. So no layer gets the errors of another.
 
+Ranks that share a model call this at the same time. Their errors are the worst of all ranks, so that all choose the same layers.
+
 Legend of shape suffixes: T tokens of the text · R rows of the decode batch · M hidden_size · V vocabulary · K key/value heads · D head_dim.
 """
 
@@ -22,6 +24,8 @@ from nanovllm.models.common.batch import Batch
 from nanovllm.models.fast.choice import HeadFunction, LayerFunction
 from nanovllm.models.fast.path import FastPath
 from nanovllm.models.model import Model
+from nanovllm.ops.distributed.collectives import all_gather
+from nanovllm.ops.distributed.group import side_by_side
 from nanovllm.ops.elementwise.norm_rope import soft_cap
 from nanovllm.ops.linear.quantised import QuantisedMatrix, by_row
 from nanovllm.state.kv_cache import pages_for
@@ -178,6 +182,8 @@ def compare(model: Model, fast: FastPath | None, token_ids: Seq[int], rows: Seq[
     heads = [model.spec.head] if fast is None else [model.spec.head, fast.head]
     head_errors = _head_errors(model, heads, [x_TM[each.tokens].to(model.dtype) for each in batches])
     by_layer = torch.stack(errors).view(len(params.layers), len(batches), len(forms), 2).amax(1)  # amax keeps NaN
+    if config.mesh is not None:  # each rank has its own keys and values
+        by_layer = all_gather(by_layer, config.mesh).amax(0)
     plain, *quick = [tuple(Errors(output=output, kv=kv) for output, kv in form) for form in by_layer.transpose(0, 1).tolist()]
     plain_head, *quick_head = head_errors.tolist()
     return Compared(
@@ -222,16 +228,24 @@ def text_batch(ids: Int32[Tensor, "T"], page_size: int) -> Batch:
 
 
 def wide_logits(model: Model, x: Float[Tensor, "R M"]) -> Iterator[Float[Tensor, "R some"]]:
-    """The logits in float64, `BLOCK` entries of the vocabulary at a time."""
-    params, x = model.params, x.double()
+    """The logits in float64, `BLOCK` entries of the vocabulary at a time. Ranks that share the model put theirs together first."""
+    own, mesh, width = _own_logits(model, x.double()), model.config.mesh, model.config.vocab_size
+    if mesh is not None:
+        own = side_by_side(all_gather(torch.cat(list(own), 1), mesh), width).split(BLOCK, dim=1)
+    for logits in own:
+        yield soft_cap(logits, model.config.logit_softcap)
+
+
+def _own_logits(model: Model, x: Float[Tensor, "R M"]) -> Iterator[Float[Tensor, "R some"]]:
+    """The logits of this rank's tokens, before the soft cap."""
+    params = model.params
     gains = [gain.double() for gain in (params.final_norm, params.final_norm_bias) if gain is not None]
     whole = params.embed if params.head is None else params.head
     for first in range(0, whole.shape[0], BLOCK):
         last = min(first + BLOCK, whole.shape[0])
         weight = wide(by_row(whole).row_range(first, last) if isinstance(whole, QuantisedMatrix) else whole[first:last])
         assert weight is not None
-        logits = model.spec.head(x, gains[0], weight, model.config.rms_norm_eps, *gains[1:])
-        yield soft_cap(logits, model.config.logit_softcap)
+        yield model.spec.head(x, gains[0], weight, model.config.rms_norm_eps, *gains[1:])
 
 
 def wide(weight: Tensor | QuantisedMatrix | None) -> Tensor | None:

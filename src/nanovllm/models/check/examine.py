@@ -38,6 +38,11 @@ def examine(model: Model, num_tokens: int = 256, *, page_size: int = 16, cuts: C
         InvalidRequestError: The model runs through transformers, or `num_tokens` is below 1 or above the model's positions.
         TuningFileError: A kernel cannot be built with these tile configurations.
     """
+    return examined(model, num_tokens, page_size=page_size, cuts=cuts)[0]
+
+
+def examined(model: Model, num_tokens: int, *, page_size: int = 16, cuts: Cuts | None = None) -> tuple[CheckReport, Compared]:
+    """As `examine`, with the comparison of the layers that is behind the report."""
     if model.foreign:
         raise InvalidRequestError(f"{model.name} runs through the transformers fallback, which has no fast path to compare")
     if not 1 <= num_tokens <= model.config.max_position_embeddings:
@@ -50,7 +55,7 @@ def examine(model: Model, num_tokens: int = 256, *, page_size: int = 16, cuts: C
         compared = compare(model, fast, token_ids, rows, page_size)
         choice = None if fast is None else chosen(compared, model.dtype)
         greedy = None if fast is None or choice is None else agreement(model, fast, choice, token_ids, compared.final, page_size)
-        return reported(model, fast, choice, rows, compared, greedy, cuts)
+        return reported(model, fast, choice, rows, compared, greedy, cuts), compared
 
 
 def choose(model: Model, page_size: int, cuts: Cuts | None = None) -> tuple[FastChoice | None, str]:

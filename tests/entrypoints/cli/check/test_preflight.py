@@ -160,7 +160,7 @@ def test_the_options_reach_the_outlook_and_the_loader(folder: Path, monkeypatch:
         "quantize_head": True,
         "fp8_activations": False,
     }
-    assert looks == [{"memory_fraction": 1.0, "kv_dtype": "fp8", **where}]
+    assert looks == [{"memory_fraction": 1.0, "kv_dtype": "fp8", **where, "ranks": 1}]
     assert loads == [((str(folder), "cpu", "bfloat16"), {**where, "download": False})]  # the outlook has downloaded the files
 
 

@@ -3,7 +3,8 @@
 import argparse
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from nanovllm.entrypoints.arguments import (
     TUNING,
     add_kv_dtype,
     add_quantization,
+    add_ranks,
     add_source,
     positive,
     positives,
@@ -29,6 +31,7 @@ from nanovllm.entrypoints.cli.bench.journal import Journal
 from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES, random_weights, require_no_revision
 from nanovllm.entrypoints.cli.bench.peers import PEERS, find_peers
 from nanovllm.entrypoints.cli.bench.plot import draw
+from nanovllm.entrypoints.cli.bench.ranked import ONE_DEVICE, ranked_engine
 from nanovllm.entrypoints.cli.bench.roofline import Ceiling, held_bytes, measure_ceiling
 from nanovllm.entrypoints.cli.bench.startup import StartError, measure_start, too_large
 from nanovllm.entrypoints.cli.bench.stopwatch import Engine, host_time
@@ -36,17 +39,18 @@ from nanovllm.entrypoints.cli.bench.workloads import LONGEST, TIMED, WORKLOADS, 
 from nanovllm.entrypoints.display.terminal import note
 from nanovllm.entrypoints.outputs import require_output, write
 from nanovllm.entrypoints.process import freeze
+from nanovllm.entrypoints.ranks.settings import chosen_devices
 from nanovllm.errors import InvalidRequestError
 from nanovllm.executor.executor import runtime_of
 from nanovllm.loading.hub import resolve_folder
-from nanovllm.loading.load_model import load_model, read_config, resolve_device
+from nanovllm.loading.load_model import load_model, read_config, resolve_device, resolve_dtype
 from nanovllm.loading.quantisation.rounding import require_rounding
 from nanovllm.models.model import Model
 from nanovllm.state.kv_cache import require_kv_dtype, stored_dtype
 
 DESCRIPTION = """\
 Measure the speed of a model on this machine with standard workloads, and show each figure next to the limit that the device's memory
-bandwidth and arithmetic set.
+bandwidth and arithmetic set. With several GPUs the bytes and the limit of a step are those of one of them, which has a part of the model.
 """
 GPU_MODEL = "qwen3-0.6b"  # the default model on a GPU
 CPU_WORKLOADS = ("b1", "b8", "host", "start")
@@ -57,6 +61,7 @@ PEER_MEMORY = 0.5  # fraction of the GPU's memory for our engine if another engi
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `nanovllm bench`."""
     add_model_arguments(parser)
+    add_ranks(parser)
     add_kv_dtype(parser)
     parser.add_argument("--tuning", type=tuning, default=None, metavar="FILE", help=TUNING)
     which = f"workloads, separated by commas: {', '.join(WORKLOADS)} (default: all; on a CPU: {','.join(CPU_WORKLOADS)})"
@@ -106,13 +111,14 @@ def find_model(options: argparse.Namespace) -> tuple[Model, str]:
     return load_model(name, device, options.dtype, **source(options), **rounding(options)), name
 
 
-def find_workloads(which: str | None, name: str, *, cuda: bool, **where: Any) -> tuple[list[str], list[dict[str, str]]]:
+def find_workloads(which: str | None, name: str, *, cuda: bool, ranks: int = 1, **where: Any) -> tuple[list[str], list[dict[str, str]]]:
     """The workloads to run, decided before any weight is loaded.
 
     Args:
         which: The names that the user gave, separated by commas; None for the default workloads.
         name: The name of the model.
         cuda: Whether the device is a GPU.
+        ranks: The number of ranks that run the model.
         **where: The values of `arguments.source`.
 
     Returns:
@@ -125,7 +131,7 @@ def find_workloads(which: str | None, name: str, *, cuda: bool, **where: Any) ->
     if unknown := set(names) - set(WORKLOADS):
         raise InvalidRequestError(f"unknown workload {', '.join(map(repr, sorted(unknown)))}; choose from {', '.join(WORKLOADS)}")
     config = _config(name, **where)
-    left = {one: why for one in names if (why := _obstacle(one, name, config)) is not None}
+    left = {one: why for one in names if (why := _obstacle(one, name, config, ranks)) is not None}
     if which and left:
         raise InvalidRequestError("; ".join(f"the workload {one!r} cannot be run: {why}" for one, why in left.items()))
     return [one for one in names if one not in left], [{"workload": one, "why": why} for one, why in left.items()]
@@ -139,38 +145,100 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
     peers = find_peers(options.peer)
     if peers and (options.quantization or options.fp8_activations):
         raise InvalidRequestError(f"--peer {options.peer[0]}: it rounds nothing; omit --quantization and --fp8-activations, or --peer")
+    if peers and options.tensor_parallel_size > 1:
+        raise InvalidRequestError(f"--peer {options.peer[0]}: it runs on one device; omit --tensor-parallel-size, or --peer")
     require_output(options.output, replaced=True)
     plot = _plot_path(options)
     require_output(plot)
-    which, left_out = find_workloads(options.which, model_name(options), cuda=cuda, **source(options))
-    options = argparse.Namespace(**{**vars(options), "download": False})  # it is in the cache now
+    size = options.tensor_parallel_size
+    which, left_out = find_workloads(options.which, model_name(options), cuda=cuda, ranks=size, **source(options))
+    devices = chosen_devices(size, options.device, None) if size > 1 else ()
+    options = argparse.Namespace(**{**vars(options), "download": False, "settings": _settings(options, cuda)})  # it is in the cache now
     for line in report.left_out({"left_out": left_out}):
         note(line)
+    with ExitStack() as ranks:
+        if devices:
+            engine, ceiling, journal = _on_ranks(options, arguments, devices, which, ranks)
+        else:
+            memory = {"memory_fraction": PEER_MEMORY} if peers and cuda else {}
+            engine, ceiling, journal = _on_one_device(options, arguments, device, which, left_out, memory)
+        cuts, limits = runtime_of(engine.state).cuts, engine.state.config  # no cuts: default tile configurations
+        made = {"tuning": None if cuts is None else Path(cuts.source).name, "num_pages": limits.num_pages}
+        journal.set({"roofline": report.ceiling_json(ceiling), **made})
+        if left_out:
+            journal.set({"left_out": left_out})
+        freeze()
+        _run(engine, which, options, ceiling, journal)
+        _run_peers(peers, engine.model, which, options, journal)
+    result = journal.end()
+    print(json.dumps(result, indent=2) if options.json else report.text(result))
+    if plot:
+        write(plot, draw(result))
+    return 0
+
+
+def _on_one_device(
+    options: argparse.Namespace,
+    arguments: Sequence[str],
+    device: torch.device,
+    which: Sequence[str],
+    left_out: list[dict[str, str]],
+    memory: Mapping[str, Any],
+) -> tuple[Engine, Ceiling, Journal]:
+    """Load the model, measure starts and the device, and start an engine. A start that fails is added to `left_out`."""
     model, name = find_model(options)
     require_kv_dtype(model.config, options.kv_dtype, device)
     if model.foreign:
         raise InvalidRequestError(f"{name} runs through the transformers fallback: bench cannot compute its roofline; use a built-in model")
-    settings = _settings(options, cuda)
-    journal = Journal(model, " ".join(("nanovllm bench", *arguments)), options.commit, options.output)
-    journal.set({"kv_dtype": options.kv_dtype})
+    journal = _journal(model, options, arguments)
     if "start" in which:  # before our engine takes the device's memory: a second process starts an engine
         left_out += _start(model, _place(name, options.revision), options, journal)
     if "bare" in which:
         left_out += _start(model, _place(name, options.revision), options, journal, bare=True)
-    if left_out:
-        journal.set({"left_out": left_out})
     ceiling = measure_ceiling(device, model.dtype)
-    limits: dict[str, Any] = {"max_model_len": min(model.config.max_position_embeddings, MODEL_LEN), **_engine_options(options)}
-    if "growth" in which:
-        limits["max_model_len"] = max(limits["max_model_len"], scaling.model_len(settings, model.config))
-    if peers and cuda:
-        limits["memory_fraction"] = PEER_MEMORY
+    limits = _limits(model.config, which, options)
     start = time.perf_counter()
-    engine = Engine(model, **limits)
-    cuts = runtime_of(engine.state).cuts  # None: default tile configurations
-    made = {"tuning": None if cuts is None else Path(cuts.source).name, "num_pages": engine.state.config.num_pages}
-    journal.set({"init_s": round(time.perf_counter() - start, 2), "roofline": report.ceiling_json(ceiling)} | made)
-    freeze()
+    engine = Engine(model, **limits, **memory)
+    journal.set({"init_s": round(time.perf_counter() - start, 2)})
+    return engine, ceiling, journal
+
+
+def _on_ranks(
+    options: argparse.Namespace,
+    arguments: Sequence[str],
+    devices: tuple[str, ...],
+    which: Sequence[str],
+    ends: ExitStack,
+) -> tuple[Engine, Ceiling, Journal]:
+    """Measure the first device, and start an engine of several ranks, which `ends` ends. Its start is that of processes and weights too."""
+    name, first = model_name(options), torch.device(devices[0])
+    config = _config(name, **source(options))
+    ceiling = measure_ceiling(first, resolve_dtype(options.dtype, config, first))  # before the engine takes the memory
+    limits, loading = _limits(config, which, options), {"dtype": options.dtype, **source(options), **rounding(options)}
+    start = time.perf_counter()
+    model, state = ends.enter_context(ranked_engine(name, devices, loading, limits))
+    journal = _journal(model, options, arguments)
+    journal.set({"ranks": len(devices), "ranks_init_s": round(time.perf_counter() - start, 2)})
+    return Engine(model, state), ceiling, journal
+
+
+def _journal(model: Model, options: argparse.Namespace, arguments: Sequence[str]) -> Journal:
+    journal = Journal(model, " ".join(("nanovllm bench", *arguments)), options.commit, options.output)
+    journal.set({"kv_dtype": options.kv_dtype})
+    return journal
+
+
+def _limits(config: ModelConfig, which: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
+    """The options of `init_state` for the engine that is measured."""
+    longest = min(config.max_position_embeddings, MODEL_LEN)
+    if "growth" in which:
+        longest = max(longest, scaling.model_len(options.settings, config))
+    return {"max_model_len": longest, **_engine_options(options)}
+
+
+def _run(engine: Engine, which: Sequence[str], options: argparse.Namespace, ceiling: Ceiling, journal: Journal) -> None:
+    """Run the workloads on our engine."""
+    model = engine.model
     rows, held = [], held_bytes(model.params, model.config, stored_dtype(engine.state.config, model.dtype))
     for one in _measured(engine.generate, engine.name, which, model, options.repeats, engine):
         rows.append(report.row(one, model.config, model.dtype, ceiling, held))
@@ -182,19 +250,18 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
             journal.add(host)
             journal.tell(", ".join(f"{key} {value:,}" for key, value in host.items()))
     if "growth" in which:
-        _grow(engine, ceiling, settings, journal)
+        _grow(engine, ceiling, options.settings, journal)
+
+
+def _run_peers(peers: Sequence[Any], model: Model, which: Sequence[str], options: argparse.Namespace, journal: Journal) -> None:
+    """Run the workloads on other engines."""
     theirs: dict[str, dict[str, float]] = {}
     for make in peers:
-        peer = make(model, _place(name, options.revision))
+        peer = make(model, _place(model_name(options), options.revision))
         for one in _measured(peer.generate, peer.name, which, model, options.repeats):
             theirs.setdefault(peer.name, {})[one.key] = one.figure
             journal.add({"peers": theirs})
             journal.tell(f"{peer.name}: {one.key} {one.figure:,}")
-    result = journal.end()
-    print(json.dumps(result, indent=2) if options.json else report.text(result))
-    if plot:
-        write(plot, draw(result))
-    return 0
 
 
 def _place(name: str, revision: str | None) -> str:
@@ -209,7 +276,9 @@ def _config(name: str, *, trust_remote_code: bool = False, **where: Any) -> Mode
     return for_length(read_config(folder, trust_remote_code=trust_remote_code)[1], None)
 
 
-def _obstacle(workload: str, name: str, config: ModelConfig) -> str | None:
+def _obstacle(workload: str, name: str, config: ModelConfig, ranks: int) -> str | None:
+    if ranks > 1 and workload in ("start", "bare"):
+        return ONE_DEVICE
     longest, most = LONGEST.get(workload, 0), config.max_position_embeddings
     if longest > most:
         return f"its requests take {longest:,} tokens, the context of {name} has {most:,}"

@@ -70,10 +70,11 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 
 def about(result: Mapping[str, Any]) -> str:
-    """Model, quantisation, device, commit and ceiling in one line."""
+    """Model, quantisation, device, commit and ceiling of one device in one line."""
     how = f" and {result['quantization']}" if result.get("quantization") else ""
     how += f", KV in {result['kv_dtype']}" if result.get("kv_dtype") else ""
-    line = f"{result['model']}, {result['dtype']}{how}, {result['gpu'] or result['cpu']}, commit {result['commit']}"
+    ranks = f"{result['ranks']} ranks, each on " if "ranks" in result else ""
+    line = f"{result['model']}, {result['dtype']}{how}, {ranks}{result['gpu'] or result['cpu']}, commit {result['commit']}"
     if tuning := result.get("tuning"):
         line += ", tuned by the shipped file" if tuning.endswith(SHIPPED) else ", tuned"
     line += ", cut short" if result.get("unfinished") else ""

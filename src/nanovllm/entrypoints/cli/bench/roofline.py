@@ -1,6 +1,8 @@
 """The roofline of a workload: the bytes and products that it needs at least, over the speed of the device, which is measured.
 
-The model is Williams et al., "Roofline" (2009). A step cannot be faster than reading its bytes, nor faster than its arithmetic.
+The model is Williams et al., "Roofline" (2009). A step cannot be faster than reading its bytes, nor faster than its arithmetic. Of several
+ranks each reads and multiplies its part at the same time, so their figures are those of one rank: the config and the weights are its own.
+The time in which ranks exchange sums is not part of it.
 """
 
 import math
@@ -167,7 +169,8 @@ def num_weights(config: ModelConfig, tokens: "int | float") -> tuple[int, int]:
     table = REGISTRY[config.architecture].param_table(config)
     matrices = [info for info in pytree.tree_leaves(table.layers) if isinstance(info, ParamInfo) and info.kind == "matrix"]
     dense, routed = (sum(math.prod(info.shape) for info in matrices if (len(info.shape) == 3) == yes) for yes in (False, True))
-    return round(dense + routed * _read_experts(config, tokens)), config.vocab_size * config.hidden_size
+    ranks = 1 if config.mesh is None else config.mesh.size
+    return round(dense + routed * _read_experts(config, tokens)), -(-config.vocab_size // ranks) * config.hidden_size
 
 
 def _read_experts(config: ModelConfig, tokens: "int | float") -> float:

@@ -103,9 +103,9 @@ class Engine:
 
     name = "nanovllm"
 
-    def __init__(self, model: Model, **limits: Any):
-        """Start an engine. `limits` are options of `init_state`."""
-        self.model, self.state = model, init_state(model, **limits)
+    def __init__(self, model: Model, state: EngineState | None = None, **limits: Any):
+        """Start an engine, or take one that runs. `limits` are options of `init_state`."""
+        self.model, self.state = model, init_state(model, **limits) if state is None else state
         self.spent = Spent()
 
     def generate(self, prompts: list[list[int]], max_tokens: list[int], temperature: float) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from nanovllm.entrypoints.arguments import (
     TUNING,
     add_kv_dtype,
     add_quantization,
+    add_ranks,
     add_source,
     positive,
     rounding,
@@ -22,14 +24,17 @@ from nanovllm.entrypoints.arguments import (
 from nanovllm.entrypoints.cli.check.cost_text import cost_text
 from nanovllm.entrypoints.cli.check.preflight import Outlook, outlook
 from nanovllm.entrypoints.cli.check.preflight_text import text
+from nanovllm.entrypoints.cli.check.ranked import examine_ranks, parts_text, whole_model
 from nanovllm.entrypoints.cli.check.report_text import table
 from nanovllm.entrypoints.outputs import require_output, write
-from nanovllm.errors import InvalidRequestError
+from nanovllm.entrypoints.ranks.settings import chosen_devices
+from nanovllm.errors import InvalidRequestError, OutOfPagesError
 from nanovllm.loading.hub import resolve_folder
 from nanovllm.loading.load_model import load_model, resolve_device
 from nanovllm.models.check.cost import cost
 from nanovllm.models.check.examine import examine
-from nanovllm.models.check.report import SCHEMA
+from nanovllm.models.check.parts import PartsReport, compare_parts
+from nanovllm.models.check.report import SCHEMA, CheckReport
 from nanovllm.models.check.sample_text import sample_tokens
 from nanovllm.models.model import Model
 from nanovllm.models.tuning.choose import cuts_for
@@ -40,7 +45,9 @@ which kernels will run it. With --dry-run, stop there. Then load the model, and 
 CPU) with its plain PyTorch layers. Each layer is compared with float64 on its own weights. The report also shows the largest norm weights,
 and how often greedy decoding agrees over a text. Decode batches have 1, 2, 8, 16 and 24 rows. With a tuning file, up to 6 more batch sizes
 that it tunes are compared, at most 256 rows. Exit code 0: the model will run, and every layer of a fast path keeps its error bound. Exit
-code 1: the model will not run, or some layers fall back to plain PyTorch. Exit code 2: an error.
+code 1: the model will not run, or some layers fall back to plain PyTorch. Exit code 2: an error. With --tensor-parallel-size the layers of
+all ranks are compared, and in float64 what they compute together with what the whole model computes, which runs before on one GPU, or on
+the CPU if it does not fit there. Exit code 1 then also says that the two differ.
 """
 
 
@@ -56,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="D", help=DEVICE)
     parser.add_argument("--dtype", metavar="T", help=DTYPE)
     add_quantization(parser)
+    add_ranks(parser)
     add_kv_dtype(parser)
     parser.add_argument("--dry-run", action="store_true", help="only say whether and how the model will run; load no weights")
     length = "the maximum length of a request, prompt and reply, in tokens (default: the model's)"
@@ -66,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tuning", type=tuning, metavar="FILE", help=TUNING)
     beside = (
         "another checkpoint of the same model: also say what other weights cost, layer by layer and in the next tokens' probabilities "
-        "(default with --quantization: the same one, not rounded)"
+        "(default with --quantization on one GPU: the same one, not rounded)"
     )
     parser.add_argument("--against", metavar="NAME", help=beside)
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the tables")
@@ -90,16 +98,26 @@ def main(options: argparse.Namespace) -> int:
         raise InvalidRequestError(f"--memory-fraction: memory_fraction={options.memory_fraction!r} must be above 0 and at most 1")
     require_output(options.output)
     name, device = options.name or options.model or "tiny", resolve_device(options.device)
+    ranks = options.tensor_parallel_size
+    if ranks > 1 and options.against is not None:
+        raise InvalidRequestError(f"--against {options.against}: it compares on one device; omit --tensor-parallel-size, or --against")
+    devices = chosen_devices(ranks, options.device, None) if ranks > 1 else ()
     where, limits = {**source(options), **rounding(options)}, {"max_model_len": options.max_model_len}
     if options.against is not None:
         _require(options.against, **source(options))  # before minutes of work
     kept = {"memory_fraction": options.memory_fraction, "kv_dtype": options.kv_dtype}
-    look = _outlook(name, device, options.dtype, **kept, **limits, **where)
+    look = _outlook(name, device, options.dtype, **kept, **limits, **where, ranks=ranks)
     if not options.json:
         print(text(look), flush=True)
     figures: dict[str, Any] = {"schema": SCHEMA, "model": look.model, "architecture": look.architecture}
     shown, fallen = "", False
-    if not (look.problems or options.dry_run):
+    if ranks > 1 and not (look.problems or options.dry_run):
+        how = {**limits, **where, "download": False}
+        report, found, why = _on_ranks(name, devices, options, look.dtype, kept, how)
+        figures, fallen = {**report.as_json(), "ranks": ranks}, bool(report.fallen) or (found is not None and not found.holds)
+        figures |= {"parts": None if found is None else found.as_json()}
+        shown = f"{table(report)}\n\n{parts_text(ranks, found, why)}"
+    elif not (look.problems or options.dry_run):
         model = loaded(name, options.device, options.dtype, **limits, **{**where, "download": False})
         if model.foreign:
             figures["path"] = "through transformers"
@@ -119,6 +137,26 @@ def main(options: argparse.Namespace) -> int:
     if options.output is not None:
         write(options.output, written + "\n")
     return 1 if look.problems or fallen else 0
+
+
+def _on_ranks(
+    name: str, devices: tuple[str, ...], options: argparse.Namespace, dtype: str, kept: dict[str, Any], how: dict[str, Any]
+) -> tuple[CheckReport, PartsReport | None, str]:
+    """The report of the ranks, and how far they are from the whole model; or None, and why the whole model could not run.
+
+    Random weights depend on the device that draws them, so those of a GPU are not compared with those of a CPU.
+    """
+    from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES
+
+    def load(device: str) -> Model:
+        if problems := _outlook(name, torch.device(device), dtype, **kept, **how).problems:
+            raise OutOfPagesError(f"on {device}: {problems[0]}")
+        return loaded(name, device, dtype, **how)
+
+    places = dict.fromkeys((devices[0],) if name in SHAPES else (devices[0], "cpu"))
+    whole, why = whole_model([partial(load, place) for place in places], options.tokens)
+    report, parts = examine_ranks(name, devices, {"dtype": options.dtype, **how}, options.tokens, options.tuning)
+    return report, None if whole is None else compare_parts(parts, whole), why
 
 
 def _require(name: str, *, trust_remote_code: bool, **where: Any) -> None:

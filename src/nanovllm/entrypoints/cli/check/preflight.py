@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from nanovllm.config import ModelConfig, for_length
+from nanovllm.config import Mesh, ModelConfig, for_length
 from nanovllm.entrypoints.cli.check.kernel_choice import Kernels, kernels
 from nanovllm.entrypoints.cli.check.kv_memory import Memory, kv_memory
 from nanovllm.entrypoints.cli.models.features import features
@@ -29,6 +29,7 @@ from nanovllm.loading.transformers.spec import TransformersSpec
 from nanovllm.loading.weights import header_faults, stored_head, wanted
 from nanovllm.models.check.report import device_name
 from nanovllm.models.common.params import ParamInfo, Params
+from nanovllm.models.common.sharding import sharded_config, sharded_table
 from nanovllm.models.init_params import num_params, without_memory
 from nanovllm.models.registry import REGISTRY, fitted
 from nanovllm.models.spec import ModelSpec
@@ -99,6 +100,7 @@ class Outlook:
         texts: The tokenizer.
         problems: The reasons why the model cannot run here.
         notes: Facts that a user should know.
+        ranks: The number of ranks that share the model. Weights, memory and kernels are those of one.
     """
 
     model: str
@@ -115,6 +117,7 @@ class Outlook:
     texts: Texts | None
     problems: tuple[str, ...]
     notes: tuple[str, ...]
+    ranks: int = 1
 
     def as_json(self) -> dict[str, Any]:
         """A JSON object."""
@@ -134,6 +137,7 @@ def outlook(
     quantize_head: bool = False,
     fp8_activations: bool = False,
     kv_dtype: str | None = None,
+    ranks: int = 1,
     **where: Any,
 ) -> Outlook:
     """Find out whether and how a model will run, from the headers of its weight files.
@@ -153,6 +157,7 @@ def outlook(
         fp8_activations: Whether long prompts round activations to FP8. It is a problem where nothing multiplies FP8, or no weights are
             in FP8.
         kv_dtype: The dtype of keys and values, as in `init_state`.
+        ranks: The number of ranks that share the model, of which each runs on a device like this one.
         **where: Further arguments of `resolve_folder`.
 
     Raises:
@@ -163,7 +168,7 @@ def outlook(
     if name in shapes:
         spec, config = REGISTRY[shapes[name].architecture], shapes[name]
         called = f"{name} (random weights)"
-        found = _outlook(called, None, False, spec, config, device, dtype, memory_fraction, max_model_len, rounding, kv_dtype)
+        found = _outlook(called, None, False, spec, config, device, dtype, memory_fraction, max_model_len, rounding, kv_dtype, ranks)
         return _with_products(found, device, rounding, False, fp8_activations)
     folder, called = resolve_folder(name, with_code=trust_remote_code, **where)
     hf: dict[str, Any] = {}
@@ -180,7 +185,7 @@ def outlook(
             device=device_name(device), config=None, weights=None, memory=None, kernels=None, texts=None, problems=(str(error),), notes=(),
         )  # fmt: skip
     code = bool(hf.get("auto_map"))
-    found = _outlook(called, folder, code, spec, config, device, dtype, memory_fraction, max_model_len, rounding, kv_dtype)
+    found = _outlook(called, folder, code, spec, config, device, dtype, memory_fraction, max_model_len, rounding, kv_dtype, ranks)
     stored = read_quantisation(hf, folder) is not None
     return _with_products(found, device, rounding, stored, fp8_activations)
 
@@ -215,6 +220,7 @@ def _outlook(
     max_model_len: int | None,
     rounding: Rounding | None,
     kv_dtype: str | None,
+    ranks: int,
 ) -> Outlook:
     config, problems, notes = for_length(read, max_model_len), list[str](), list[str]()
     chosen, foreign = resolve_dtype(dtype, config, device), isinstance(spec, TransformersSpec)
@@ -224,10 +230,19 @@ def _outlook(
         why = "the architecture is not built in" if quantisation is None else f"the checkpoint is quantised already ({quantisation.method})"
         problems.append(f"quantization={rounding.kind!r} is not possible: {why}")
         rounding = None
-    weights = _weights(folder, spec, config, device, chosen, quantisation, rounding, problems)
-    how = kernels(config, device, chosen, foreign=foreign, kv_dtype=kv_dtype)
+    part = config
+    if ranks > 1 and foreign:
+        problems.append(f"{ranks} ranks need a built-in architecture, {config.architecture} has none")
+    elif ranks > 1:
+        try:
+            part = sharded_config(config, Mesh(size=ranks, rank=0, group=0))
+            notes.append(f"weights, KV and free memory are those of one of {ranks} ranks")
+        except InvalidRequestError as error:
+            problems.append(str(error))
+    weights = _weights(folder, spec, config, device, chosen, quantisation, rounding, problems, part.mesh)
+    how = kernels(part, device, chosen, foreign=foreign, kv_dtype=kv_dtype)
     stored = chosen if kv_dtype is None else FP8
-    memory = kv_memory(config, weights.held, device, stored, memory_fraction, GRAPHS if how.captured else 0)
+    memory = kv_memory(part, weights.held, device, stored, memory_fraction, GRAPHS if how.captured else 0)
     try:
         require_kv_dtype(config, kv_dtype, device)
     except InvalidRequestError as error:
@@ -255,6 +270,7 @@ def _outlook(
         texts=None if folder is None else _texts(folder, config, problems, notes),
         problems=tuple(problems),
         notes=tuple(notes),
+        ranks=ranks,
     )
 
 
@@ -267,6 +283,7 @@ def _weights(
     quantisation: Quantisation | None,
     rounding: Rounding | None,
     problems: list[str],
+    mesh: Mesh | None = None,
 ) -> Weights:
     headers: Mapping[str, TensorHeader] = {}
     if folder is not None:
@@ -283,9 +300,14 @@ def _weights(
         pairs = list(zip(pytree.tree_leaves(table), pytree.tree_leaves(empty), strict=True))
         stored = stored_matrices(headers, table, quantisation)
         gpu = device.type == "cuda"
-        held = sum(_held(info, leaf.nbytes, stored, headers, gpu) for info, leaf in pairs if info is not None and leaf is not None)
+        own = table if mesh is None else sharded_table(table, config, mesh)
+        held = sum(
+            _held(info, leaf.nbytes, stored, headers, gpu) * math.prod(part.shape) // max(1, math.prod(info.shape))
+            for (info, leaf), part in zip(pairs, pytree.tree_leaves(own), strict=True)
+            if info is not None and leaf is not None
+        )
         if rounding is not None:
-            held += _saved(table, rounding, dtype, gpu)
+            held += _saved(own, rounding, dtype, gpu)
         moved = max((leaf.nbytes for info, leaf in pairs if info is not None and (info.transposed or info.channels)), default=0)
         if headers:
             problems += shortened(header_faults(headers, table, config, stored))

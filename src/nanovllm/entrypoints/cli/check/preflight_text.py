@@ -11,7 +11,8 @@ WIDTH, LABEL = 140, 11
 
 def text(look: Outlook) -> str:
     """The outlook as text: one labelled line per fact, the verdict last."""
-    lines = [f"{look.model}, {look.architecture}{f', {look.dtype}' if look.dtype else ''} on {look.device}"]
+    ranks = f", {look.ranks} ranks" if look.ranks > 1 else ""
+    lines = [f"{look.model}, {look.architecture}{f', {look.dtype}' if look.dtype else ''} on {look.device}{ranks}"]
     for label, fact in _lines(look):
         lines += textwrap.wrap(fact, WIDTH, initial_indent=f"  {label:{LABEL}} ", subsequent_indent=" " * (LABEL + 3))
     if not look.problems:
