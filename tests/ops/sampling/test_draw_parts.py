@@ -1,18 +1,22 @@
 """`draw_parts`: tokens from parts of the logits are those from all logits, whatever the number of ranks."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.config import Mesh
+import nanovllm as nv
+from nanovllm.config import Mesh, ModelConfig
+from nanovllm.models.common.sharding import in_parts
 from nanovllm.ops.distributed.in_process import run_ranks, thread_meshes
 from nanovllm.ops.sampling.draw import draw, highest
 from nanovllm.ops.sampling.draw_parts import Parts, candidates, draw_parts
 from nanovllm.sampling.sampler import sample
 from nanovllm.sampling.tensors import Sampling
+from nanovllm.testing.models import random_model, tiny_config
 
 INF, NAN = float("inf"), float("nan")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -117,6 +121,26 @@ def test_opcheck() -> None:
     logits, temperature, keys = torch.randn(3, 9), torch.tensor([0.0, 1.0, 2.0]), keys_of(3, 0)
     for given_ in ((None, None), (temperature, keys)):
         torch.library.opcheck(torch.ops.nanovllm.draw_parts.default, (logits, *given_, mesh.group, 8))
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_step_in_parts_compiles_whole(temperature: float) -> None:
+    (mesh,) = thread_meshes(1)
+    model = random_model(tiny_config(), dtype="float64", mesh=mesh)
+    options = nv.SamplingParams(temperature=temperature, seed=3, max_tokens=8, ignore_eos=True)
+
+    def run(config: ModelConfig, wrap: Callable[[Any], Any] = lambda step: step) -> list[list[int]]:
+        state = nv.init_state(model, num_pages=32, compile=False)
+        state, carry = nv.begin(model, state, ["Once upon a time", "a fox"], options, room=4)
+        step = wrap(lambda carry: nv.decode_step(model.params, carry, config, forward=nv.forward)[0])
+        for _ in range(4):
+            carry = step(carry)
+        return [row.token_ids for row in nv.commit(model, state, carry)[1]]
+
+    expected = run(model.config)
+    assert run(in_parts(model.config)) == expected
+    assert run(in_parts(model.config), lambda step: torch.compile(step, fullgraph=True)) == expected
 
 
 @pytest.mark.interpret
