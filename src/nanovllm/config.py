@@ -110,6 +110,8 @@ class Mesh:
         rank: The number of this rank, from 0.
         group: The handle of the ranks' collective operations; see `ops/distributed/group.py`.
         owner: What keeps the group alive.
+        gathers: Whether the model's function gives every rank the logits of all tokens. Otherwise each has those of its part of the head,
+            and `ops/sampling/draw_parts.py` samples from them.
         led: Whether the other ranks only repeat calls with one engine's states. Other calls with the model would wait for them in vain.
 
     Examples:
@@ -120,6 +122,7 @@ class Mesh:
     size: int
     rank: int
     group: int = field(repr=False)
+    gathers: bool = field(default=True, repr=False)
     owner: object = field(default=None, repr=False, compare=False)
     led: bool = field(default=False, repr=False, compare=False)
 

@@ -11,7 +11,7 @@ import torch
 import nanovllm as nv
 from nanovllm.config import Mesh
 from nanovllm.models import REGISTRY
-from nanovllm.ops.distributed.in_process import run_ranks
+from nanovllm.ops.distributed.in_process import ThreadGroup, run_ranks
 from nanovllm.testing.models import random_model, tiny_config
 
 GREEDY = nv.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -110,6 +110,56 @@ def test_a_file_of_one_rank_serves_two(tmp_path: Path) -> None:
     assert run_ranks(lambda mesh: answer(mesh, save=False), 2) == [alone] * 2
     run_ranks(lambda mesh: answer(mesh, save=True), 4)
     assert answer(None, save=False) == alone
+
+
+TEMPERATURES = [nv.SamplingParams(temperature=t, seed=seed, max_tokens=10, ignore_eos=True) for t in (0, 0.8) for seed in (1, 2)]
+
+
+@pytest.mark.parametrize("vocab_size", [64, 61])  # 61 tokens are cut into unequal parts
+def test_greedy_and_random_steps_gather_no_logits(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, widths = replace(tiny_config(), vocab_size=vocab_size), list[int]()
+    prompts: list[Any] = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
+    gather = ThreadGroup.gather_columns
+
+    def noted(self: ThreadGroup, x: torch.Tensor, width: int) -> torch.Tensor:
+        widths.append(width)
+        return gather(self, x, width)
+
+    def run(mesh: Mesh | None, options: nv.SamplingParams, **more: Any) -> list[list[int]]:
+        model = random_model(config, dtype="float64", mesh=mesh)
+        state = nv.init_state(model, num_pages=64, compile=False)
+        return [reply.token_ids for reply in nv.generate_many(model, state, prompts, options, **more)[1]]
+
+    monkeypatch.setattr(ThreadGroup, "gather_columns", noted)
+    for options in TEMPERATURES:
+        for size in (2, 4):
+            assert run_ranks(lambda mesh, options=options: run(mesh, options), size) == [run(None, options)] * size
+    assert not widths
+    shift = nv.LogitsProcessor(lambda logits: logits.roll(1, 1))
+    for options, more in ((replace(TEMPERATURES[2], top_p=0.7), {}), (TEMPERATURES[2], {"process_logits": shift})):
+        expected = run(None, options, **more)
+        assert run_ranks(lambda mesh, options=options, more=more: run(mesh, options, **more), 2) == [expected] * 2
+        assert set(widths) == {vocab_size}
+        widths.clear()
+
+
+def test_submitted_requests_with_functions_and_without() -> None:
+    config, shift = tiny_config(), nv.LogitsProcessor(lambda logits: logits.roll(1, 1))
+
+    def run(mesh: Mesh | None) -> list[list[int]]:
+        model = random_model(config, dtype="float64", mesh=mesh)
+        state, ids = nv.init_state(model, num_pages=64, compile=False), list[int]()
+        for number, prompt in enumerate(PROMPTS * 2):
+            options = replace(TEMPERATURES[number % 4], max_tokens=4 + number)
+            state, request_id = nv.submit(model, state, prompt, options, process_logits=shift if number == 4 else None)
+            ids.append(request_id)
+        replies: dict[int, list[int]] = {}
+        while state.running or state.waiting:
+            state, outputs = nv.step(model, state)
+            replies |= {one.request_id: one.output.token_ids for one in outputs if one.output is not None}
+        return [replies[each] for each in ids]
+
+    assert run_ranks(run, 2) == [run(None)] * 2
 
 
 def test_kv_in_fp8() -> None:

@@ -1,4 +1,6 @@
-"""A program for two processes with a GPU each: sums over the ranks, and a model that both run. `test_ranks_gpu.py` starts it.
+"""A program for two processes with a GPU each: sums over the ranks, tokens from parts of the logits, and a model that both run.
+
+`test_ranks_gpu.py` starts it.
 
 torchrun --nproc-per-node 2 tests/gpu/two_ranks.py
 """
@@ -19,6 +21,8 @@ from nanovllm.ops.distributed.group import summed
 from nanovllm.ops.distributed.process_group import ProcessGroup, make_mesh
 from nanovllm.ops.distributed.shared_memory import ADDED
 from nanovllm.ops.elementwise.norm_rope import rms_norm
+from nanovllm.ops.sampling.draw import draw, highest
+from nanovllm.ops.sampling.draw_parts import Parts, draw_parts
 
 SIZES = (8, 1024, 4096, 5120, 64 * 4096, 65 * 4096, 300 * 4096, 1100 * 4096)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -70,11 +74,46 @@ def check_sums(mesh: Mesh, device: torch.device) -> None:
         assert torch.equal(first, expected) and torch.equal(second, summed([2 * part for part in parts], expected))
 
 
+def check_winners(mesh: Mesh, device: torch.device) -> None:
+    """Tokens from the ranks' parts of the logits against those from all logits: called alone, replayed from a graph, and through NCCL."""
+    for vocab, rows in ((151936, 1), (151936, 64), (128257, 300), (32003, 9000), (4099, 5), (1, 2)):
+        parts, width = Parts(mesh=mesh, vocab_size=vocab), -(-vocab // mesh.size)
+        temperature = torch.tensor([0.0, 0.7, 1.0], device=device).repeat(rows)[:rows]
+        for dtype in DTYPES:
+            own = torch.randn(rows, width, device=device).to(dtype)
+            own[rows // 2] = -torch.inf
+            own[:, : width // 3] = own[:, : width // 3].round()  # ties
+            keys = torch.arange(2 * rows, device=device).view(rows, 2)
+            whole = parts.whole(own)
+            for _ in range(3):
+                assert torch.equal(draw_parts(own, None, None, parts), highest(whole)), (vocab, rows, dtype)
+                assert torch.equal(draw_parts(own, temperature, keys, parts), draw(whole, temperature, None, keys)), (vocab, rows, dtype)
+            exact = own.double()  # which our kernels do not read
+            assert torch.equal(draw_parts(exact, None, None, parts), highest(parts.whole(exact)))
+    vocab, rows = 151936, 8
+    parts, temperature = Parts(mesh=mesh, vocab_size=vocab), torch.full((rows,), 0.8, device=device)
+    own, keys = torch.randn(rows, vocab // mesh.size, device=device), torch.arange(2 * rows, device=device).view(rows, 2)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph, stream=stream):
+        best = draw_parts(own, None, None, parts)
+        drawn = draw_parts(own, temperature, keys, parts)
+    for _ in range(300):
+        own.copy_(torch.randn_like(own))
+        keys.add_(1)
+        graph.replay()
+        if not mesh.rank:
+            torch.cuda._sleep(10000)  # this rank comes late to the next step
+        whole = parts.whole(own)
+        assert torch.equal(best, highest(whole)) and torch.equal(drawn, draw(whole, temperature, None, keys))
+
+
 def check_model(mesh: Mesh, device: torch.device, kind: str | None, compile: bool | None) -> dict[str, Any]:
     """Log-probabilities and greedy replies of both ranks beside those of one."""
     config = replace(SHAPES["qwen3-0.6b"], num_layers=4, max_position_embeddings=4096)
     prompts: list[Any] = [[(11 * row + 7 * at) % 9000 + 300 for at in range(4 + 37 * row)] for row in range(24)]
     greedy = nv.SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    random = replace(greedy, temperature=0.8, seed=3)
+    filtered = replace(random, top_p=0.9)
     long: list[Any] = [[(3 * at) % 9000 + 300 for at in range(1500)]]
 
     def run(mesh: Mesh | None) -> tuple[Any, ...]:
@@ -83,7 +122,8 @@ def check_model(mesh: Mesh, device: torch.device, kind: str | None, compile: boo
             model = replace(model, params=rounded_params(model.params, rounding))
         llm = nv.LLM(model, num_pages=2048, max_num_seqs=64, check=False, compile=compile)
         scores = llm.score(long, [[5, 6, 7, 8]]) + llm.score(prompts[:3], [[5, 6]] * 3)
-        replies = [[reply.token_ids for reply in llm.generate(some, greedy)] for some in (prompts[:1], prompts[:6], prompts, long)]
+        groups = [(some, greedy) for some in (prompts[:1], prompts[:6], prompts, long)] + [(prompts[:6], random), (prompts[:6], filtered)]
+        replies = [[reply.token_ids for reply in llm.generate(some, options)] for some, options in groups]
         return replies, torch.cat([torch.as_tensor(score.logprobs) for score in scores])
 
     alone, both = run(None), run(mesh)
@@ -95,7 +135,7 @@ def check_model(mesh: Mesh, device: torch.device, kind: str | None, compile: boo
     )
     error = float((alone[1] - both[1]).abs().max())
     assert error < 0.1, f"log-probabilities differ by {error}"
-    return {"tokens_alike": same, "of": 24 * (1 + 6 + 24 + 1), "logprob_error": round(error, 4)}
+    return {"tokens_alike": same, "of": 24 * (1 + 6 + 24 + 1 + 6 + 6), "logprob_error": round(error, 4)}
 
 
 def main() -> None:
@@ -106,6 +146,9 @@ def main() -> None:
     check_sums(mesh, device)
     if not mesh.rank:
         print("sums agree", flush=True)
+    check_winners(mesh, device)
+    if not mesh.rank:
+        print("winners agree", flush=True)
     for kind in (None, "fp8", "int4"):
         for compile in (None, False) if kind is None else (None,):
             told = check_model(mesh, device, kind, compile)

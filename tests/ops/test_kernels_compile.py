@@ -253,6 +253,20 @@ def test_memory_rows_and_sampling(compiled: Compiled) -> None:
     compiled.check()
 
 
+def test_winners_of_ranks(compiled: Compiled) -> None:
+    from nanovllm.ops.distributed import triton_winners
+    from nanovllm.ops.distributed.shared_memory import WORDS, Shared
+    from nanovllm.ops.sampling import triton_sampling
+
+    logits, keys = torch.zeros(3, 75968, dtype=BF16), torch.zeros(3, 2, dtype=torch.int64)
+    for size, first in ((2, 0), (2, 75968), (4, 75966), (8, 7)):
+        memory, table = torch.zeros(8, dtype=torch.uint8), torch.zeros(size, dtype=torch.int64)
+        shared = Shared(rank=size - 1, size=size, memory=memory, table=table, failed=torch.zeros(1, dtype=torch.int32), handle=None)
+        triton_winners.winners(*triton_sampling.highest_of_blocks(logits, first, 75960), shared, WORDS)
+        triton_winners.winners(*triton_sampling.drawn_of_blocks(logits, torch.ones(3), None, keys, first, 75960), shared, WORDS)
+    compiled.check()
+
+
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 def test_filters(compiled: Compiled, dtype: torch.dtype) -> None:
     from nanovllm.ops.sampling import triton_least_kept, triton_penalised

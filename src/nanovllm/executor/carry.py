@@ -7,12 +7,14 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
+from nanovllm.config import ModelConfig
 from nanovllm.executor.batch import HostBatch, to_device
 from nanovllm.executor.decode_carry import DecodeCarry, DecodeOutput
 from nanovllm.executor.executor import Drawn, Forward, Masks
-from nanovllm.executor.row_processing import kept, process_rows
+from nanovllm.executor.row_processing import kept, process_rows, processors_of
 from nanovllm.models.common.batch import Batch
 from nanovllm.models.model import Model
+from nanovllm.ops.sampling.draw_parts import parts_of
 from nanovllm.sampling import sampler, tensors
 from nanovllm.sampling.compiled_grammar import num_words
 from nanovllm.sampling.process_logits import Processing
@@ -83,18 +85,23 @@ def sampling_of(rows: Seq[Sequence], model: Model) -> tensors.Sampling:
     return tensors.build(sampling_rows(rows), model.config.vocab_size, model.device)
 
 
-def draw_first(logits: Tensor, rows: Seq[tuple[Sequence, int]], model: Model, width: int, masks: Masks | None = None) -> Drawn | None:
+def draw_first(
+    logits: Tensor, rows: Seq[tuple[Sequence, int]], model: Model, config: ModelConfig, width: int, masks: Masks | None = None
+) -> Drawn | None:
     """Sample the first token of the sequences whose last prompt token was run; None if there are none.
 
-    Processors get the tokens in a table of `width` columns.
+    The logits are those of the model's function with `config`. Processors get the tokens in a table of `width` columns.
     """
     whole = [s for s, count in rows if count == s.todo]
     if not whole:
         return None
     positions = torch.tensor([s.tokens.length for s in whole], dtype=torch.int32, device=logits.device)
+    parts = parts_of(config)
+    if parts is not None and processors_of(whole):
+        logits, parts = parts.whole(logits), None
     logits, processing = process_rows(logits, whole, width)
     sampling = with_masks(sampling_of(whole, model), masks, len(whole), model.config.vocab_size)
-    return to_host(sampler.sample(logits, sampling, positions), kept(processing))
+    return to_host(sampler.sample(logits, sampling, positions, parts), kept(processing))
 
 
 def with_masks(sampling: tensors.Sampling, masks: Masks | None, rows: int, vocab_size: int) -> tensors.Sampling:

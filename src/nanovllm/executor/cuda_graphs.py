@@ -29,10 +29,12 @@ from nanovllm.executor.row_processing import processors_of, row_processing
 from nanovllm.executor.run_ahead import retire
 from nanovllm.models.common.batch import Batch, Windowed
 from nanovllm.models.common.params import Params
+from nanovllm.models.common.sharding import in_parts
 from nanovllm.models.fast.cuts import Cuts
 from nanovllm.models.model import Model
 from nanovllm.ops.attention.cascade_plan import CascadePlan
 from nanovllm.ops.attention.fused_plan import FusedDecodePlan
+from nanovllm.ops.sampling.draw_parts import parts_of
 from nanovllm.sampling.penalty_tables import PenaltyTables, draw_rows
 from nanovllm.sampling.process_logits import LogitsProcessor, tokens_of
 from nanovllm.sampling.row_options import KINDS, LINES, TABLED, Kind, Row, pack, row_options
@@ -77,6 +79,7 @@ class StepGraphs:
             warm: The weights for the run before a step is recorded. They need enough layers to load every kernel.
         """
         self.sizes, self._model, self._forward = tuple(sizes), model, forward  # graphs read the model's weights in place
+        self._config = in_parts(model.config)  # ranks keep their parts of the logits, and gather them in steps that need the whole
         dummy_page, dummy_frame = dummies(model.config, limits)
         self._layout = {"page_size": limits.page_size, "dummy_page": dummy_page}
         if dummy_frame is not None:
@@ -245,12 +248,12 @@ class StepGraphs:
         for way in self.ways(size):
             if way != "planned":
                 carry = self._padding(kv, size, way, ())
-                logits, _ = self._forward(self._warm, kv, carry.batch, self._model.config)
+                logits, _ = self._forward(self._warm, kv, carry.batch, self._config)
                 lines, lengths = self._lines(size), carry.batch.seq_lens - 1
                 options, newest = row_options(lines[self._num_lines :], size), lines[self._num_lines - 1, :size]
                 for sampling in KINDS:
                     if sampling != "logprobs":
-                        draw_rows(sampling, logits, options, self._sampling, newest, lengths)
+                        draw_rows(sampling, logits, options, self._sampling, newest, lengths, parts_of(self._config))
 
     def _follow(self, host: HostBatch) -> Way:
         """Make the plan for a padded batch, and return its way to attend."""
@@ -378,7 +381,7 @@ class StepGraphs:
 
     def _run(self, carry: DecodeCarry, params: Params[Tensor], into: Tensor | None = None) -> Tensor:
         """Run one greedy decode step, and write the changed tensors back into the carry's memory. Returns the logits, copied to `into`."""
-        after, out = decode_step(params, carry, self._model.config, forward=self._forward)
+        after, out = decode_step(params, carry, self._config, forward=self._forward)
         torch._foreach_copy_(moving_tensors(carry), moving_tensors(after))  # pyright: ignore[reportPrivateImportUsage]
         return out.logits if into is None else into.copy_(out.logits)
 
@@ -389,7 +392,9 @@ class StepGraphs:
         batch, size = carry.batch, len(carry.active)
         lines = self._lines(size)
         newest, lengths = lines[self._num_lines - 1, :size], batch.seq_lens - 1  # the step has moved on by one token
-        sampled = draw_rows(sampling, logits, row_options(lines[self._num_lines :], size), self._sampling, newest, lengths)
+        parts = None if carry.processing else parts_of(self._config)  # processors have got the logits of all tokens
+        options = row_options(lines[self._num_lines :], size)
+        sampled = draw_rows(sampling, logits, options, self._sampling, newest, lengths, parts)
         targets = [batch.input_ids, newest] if sampling in TABLED else [batch.input_ids]
         torch._foreach_copy_(targets, [sampled.token_ids] * len(targets))  # pyright: ignore[reportPrivateImportUsage]
         if carry.token_ids is not None:

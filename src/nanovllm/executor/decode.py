@@ -16,6 +16,7 @@ from nanovllm.errors import InvalidRequestError
 from nanovllm.executor.decode_carry import DecodeCarry, DecodeOutput, TokenLog
 from nanovllm.executor.fresh_carry import engine_of, note, require_carry, require_fresh, require_room
 from nanovllm.ops.elementwise.decode_rows import next_places
+from nanovllm.ops.sampling.draw_parts import parts_of
 from nanovllm.sampling.process_logits import LogitsProcessor, TokensSoFar, mapped, process, require_arguments, require_logits
 from nanovllm.sampling.sampler import Sampled, record, sample
 from nanovllm.state.device_errors import watched
@@ -91,6 +92,9 @@ def _stepped(
         token_ids = tokens_for(carry, token_ids, config.vocab_size)
     run = forward or carry.forward or models.forward
     logits, kv = run(params, carry.kv, carry.batch if carry.prompt is None else carry.prompt, config)
+    parts = parts_of(config)
+    if parts is not None and (carry.processing or process_logits is not None or token_ids is not None):
+        logits, parts = parts.whole(logits), None
     if carry.processing:
         carry, logits = _processed(carry, logits)
     if process_logits is not None:
@@ -99,7 +103,7 @@ def _stepped(
         logits = new
     seq_lens = carry.batch.seq_lens
     places = seq_lens if carry.sampling.temperature is None else seq_lens - 1 + carry.active  # greedy sampling does not read them
-    sampled = sample(logits, carry.sampling, places)
+    sampled = sample(logits, carry.sampling, places, parts)
     if token_ids is not None:
         sampled = _forced(logits, sampled, token_ids)
     carry = advance(carry, kv, sampled)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from nanovllm import models
-from nanovllm.config import EngineConfig
+from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.executor.agreed_memory import prepared
 from nanovllm.executor.batch import HostBatch, decode_batch, prefill_batch, to_device
 from nanovllm.executor.carry import decode_carry, draw_first, for_a_session, to_host, with_masks
@@ -19,6 +19,7 @@ from nanovllm.executor.executor import Drawn, Forward, Masks
 from nanovllm.executor.row_processing import kept, with_processing
 from nanovllm.executor.scoring import Scored, asked_logprobs, score_batch, whole_prompts
 from nanovllm.executor.step_program import StepProgram
+from nanovllm.models.common.sharding import in_parts
 from nanovllm.models.model import Model
 from nanovllm.ops.attention.cascade_plan import CascadePlan
 from nanovllm.ops.distributed.collectives import require_ranks
@@ -57,8 +58,9 @@ class EagerExecutor:
         masks: Masks | None = None,
     ) -> tuple[Drawn | None, KVState]:
         """Donates `kv`. Run prompt tokens in one call, and sample for the complete sequences."""
-        logits, kv = self._prompts(model, kv, prefill_batch(rows, draw=draw, frames=frames, **self._layout))
-        return draw_first(logits, rows, model, self._width, masks) if draw else None, kv
+        config = in_parts(model.config)
+        logits, kv = self._prompts(model, kv, prefill_batch(rows, draw=draw, frames=frames, **self._layout), config)
+        return draw_first(logits, rows, model, config, self._width, masks) if draw else None, kv
 
     def score(
         self,
@@ -71,7 +73,7 @@ class EagerExecutor:
         frames: Frames | None = None,
     ) -> tuple[Scored, KVState]:
         """Donates `kv`. Run prompt tokens in one call, and look the log-probabilities up in its logits."""
-        logits, kv = self._prompts(model, kv, score_batch(rows, asked, frames=frames, **self._layout))
+        logits, kv = self._prompts(model, kv, score_batch(rows, asked, frames=frames, **self._layout), model.config)
         return asked_logprobs(logits, asked, num_top), kv
 
     def load(self, model: Model, kv: KVState, rows: Seq[Sequence], *, frames: Frames | None = None) -> DecodeCarry:
@@ -97,7 +99,7 @@ class EagerExecutor:
         prepared(model, num_rows, num_rows, lambda: None)
         if masks is not None:  # the masks of the step before are replaced
             carry = replace(carry, sampling=with_masks(carry.sampling, masks, len(carry.active), model.config.vocab_size))
-        carry, out = decode_step(model.params, carry, model.config, forward=self._forward)
+        carry, out = decode_step(model.params, carry, in_parts(model.config), forward=self._forward)
         drawn = to_host(out, kept(carry.processing))
         require_ranks(model.config.mesh)
         return carry, drawn
@@ -133,11 +135,11 @@ class EagerExecutor:
         """The function as it is."""
         return function
 
-    def _prompts(self, model: Model, kv: KVState, host: HostBatch) -> tuple[Tensor, KVState]:
+    def _prompts(self, model: Model, kv: KVState, host: HostBatch, config: ModelConfig) -> tuple[Tensor, KVState]:
         plan = 0 if self._cascades is None else self._cascades.prompts(host)
         num_tokens, asked = len(host.input_ids), host.logit_indices
         batch = prepared(model, num_tokens, num_tokens if asked is None else len(asked), lambda: to_device(host, model.device, plan, plan))
-        return self._forward(model.params, kv, batch, model.config)
+        return self._forward(model.params, kv, batch, config)
 
     def _program_of(self, model: Model) -> StepProgram | None:
         """The model function for a session's steps. None for a model that transformers runs."""

@@ -42,6 +42,7 @@ from nanovllm.executor.scoring import Scored, asked_logprobs, score_batch, whole
 from nanovllm.executor.step_program import StepProgram
 from nanovllm.models.common.batch import Batch
 from nanovllm.models.common.params import Params, two_of_each
+from nanovllm.models.common.sharding import in_parts
 from nanovllm.models.fast import fused
 from nanovllm.models.fast.choice import FastChoice
 from nanovllm.models.fast.cuts import Cuts
@@ -49,6 +50,7 @@ from nanovllm.models.model import Model
 from nanovllm.ops.attention.cascade_plan import CascadePlan
 from nanovllm.ops.compile_ahead import FirstStart
 from nanovllm.ops.distributed.collectives import require_ranks
+from nanovllm.ops.sampling.draw_parts import parts_of
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.sampling.row_options import TABLED, Kind, Row, kind_of, mask_lines, packed_options
 from nanovllm.state.kv_cache import KVState
@@ -115,6 +117,7 @@ class GraphExecutor:
             first: Compiles kernels ahead.
         """
         self._device, self._model = model.device, model
+        self._config = in_parts(model.config)
         self._layout = {"page_size": limits.page_size, "dummy_page": dummies(model.config, limits)[0]}
         served = fused.serves(model.params, model.config) and (choice is None or any(choice.layers))
         self._forward = fused_forward(model, choice, cuts) if served else compiled_forward(model)
@@ -124,7 +127,7 @@ class GraphExecutor:
         policy = None if apart and not own else cascade_policy(model, limits, always=bool(cascade), alone=apart)
         self._cascades = None if policy is None else Cascades(model, limits, policy)
         sizes = batch_sizes(limits.max_num_seqs)
-        self._rows = RowTables(limits.max_num_seqs, model.config.vocab_size, model.device)
+        self._rows = RowTables(limits.max_num_seqs, model.config.vocab_size, model.device, parts_of(self._config))
         tables = self._rows.tables
         # Plain layers cannot follow a fused plan, nor read the new keys and values of prompts from one tensor.
         self._together = all_fused(model, choice)
@@ -176,7 +179,7 @@ class GraphExecutor:
         host = prefill_batch(rows, draw=draw, frames=frames, **self._layout)
         logits = None if self._short is None or self._attention.shares(host) else self._short.run(model.params, kv, host)
         if logits is None:
-            logits, kv = self._forward(model.params, kv, self._prompt(host), model.config)
+            logits, kv = self._forward(model.params, kv, self._prompt(host), in_parts(model.config))
         drawn = self._rows.draw(logits, _whole(rows, draw), self._decode.width, masks)
         require_ranks(model.config.mesh)
         return drawn, kv
@@ -429,7 +432,7 @@ class GraphExecutor:
                 bar.update()
             for host in prompts:  # last: after steps over several plans, compiled layers are not compiled again per plan
                 bar.set_postfix_str(f"prompts {len(host.seq_lens)} x {host.seq_lens[0]}")
-                self._forward(warm, kv, self._prompt(host), model.config)
+                self._forward(warm, kv, self._prompt(host), self._config)
                 bar.update()
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()  # graphs keep their memory; the rest was used by the warm-up runs
@@ -443,7 +446,7 @@ class GraphExecutor:
                 self._short.prepare(kv, kind)
         for host in prompts:
             plans = own_plans(self._model, host)
-            self._forward(warm, kv, to_device(host, self._device, *plans.handles), self._model.config)
+            self._forward(warm, kv, to_device(host, self._device, *plans.handles), self._config)
 
 
 def _whole(rows: Seq[tuple[Sequence, int]], draw: bool) -> list[Sequence]:

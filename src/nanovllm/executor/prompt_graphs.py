@@ -17,6 +17,7 @@ from nanovllm.executor.compiled import all_fused
 from nanovllm.executor.executor import Forward
 from nanovllm.executor.prompt_buffers import PromptBuffers, PromptKind, prompt_tables
 from nanovllm.models.common.params import Params
+from nanovllm.models.common.sharding import in_parts
 from nanovllm.models.fast.choice import FastChoice
 from nanovllm.models.model import Model
 from nanovllm.ops.linear.quantised import QuantisedMatrix
@@ -68,6 +69,7 @@ class PromptGraphs:
         """Choose the kinds. `warm` are the weights for the run before a step is recorded, with enough layers to load every kernel."""
         self.kinds = prompt_kinds(model, limits)
         self._model, self._limits, self._forward, self._warm = model, limits, forward, warm
+        self._config = in_parts(model.config)
         self._tables = prompt_tables(model.config, limits, model.device) if self.kinds else []
         self._logits: Float[Tensor, "R V"] | None = None
         self._steps: dict[PromptKind, CapturedPrompts] = {}
@@ -75,12 +77,12 @@ class PromptGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(model.device)
 
-    def run(self, params: Params[Tensor], kv: KVState, host: HostBatch) -> Float[Tensor, "R V"] | None:
+    def run(self, params: Params[Tensor], kv: KVState, host: HostBatch) -> Float[Tensor, "R N"] | None:
         """Run a batch of prompts by the smallest graph that holds it.
 
         Returns:
-            The logits, which are valid until the next run. None if no graph holds the batch, or if the graphs are over other weights or
-            other memory.
+            The logits, of which each rank has its own part. They are valid until the next run. None if no graph holds the batch, or if the
+            graphs are over other weights or other memory.
         """
         tokens, rows = len(host.input_ids), len(host.seq_lens)
         kind = next((kind for kind in self.kinds if kind.tokens >= tokens and kind.rows >= rows), None)
@@ -101,7 +103,7 @@ class PromptGraphs:
         buffers.fill(host)
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
-            logits, _ = self._forward(self._warm, kv, buffers.batch, model.config)
+            logits, _ = self._forward(self._warm, kv, buffers.batch, self._config)
         if self._logits is None:
             self._logits = logits.new_empty(max(kind.rows for kind in self.kinds), logits.shape[1])
         here.wait_stream(self._stream)
@@ -113,7 +115,7 @@ class PromptGraphs:
         assert to is not None
 
         def run() -> None:
-            logits, _ = self._forward(model.params, kv, buffers.batch, model.config)
+            logits, _ = self._forward(model.params, kv, buffers.batch, self._config)
             to[: len(logits)] = logits
 
         graph, _ = recorded(self._pool, self._stream, run)

@@ -8,7 +8,8 @@ import torch
 from nanovllm.executor.batch import aligned
 from nanovllm.executor.carry import to_host
 from nanovllm.executor.executor import Drawn, Masks
-from nanovllm.executor.row_processing import kept, process_rows
+from nanovllm.executor.row_processing import kept, process_rows, processors_of
+from nanovllm.ops.sampling.draw_parts import Parts
 from nanovllm.sampling.penalty_tables import PenaltyTables, draw_rows
 from nanovllm.sampling.row_options import LINES, Kind, Row, kind_of, mask_lines, pack, row_options
 from nanovllm.sampling.table_slots import Owner, TableSlots
@@ -23,8 +24,9 @@ class RowTables:
         tables: The tables, which captured steps read and write in place.
     """
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
-        self._device, self._slots = device, TableSlots(num_slots)
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device, parts: Parts | None = None) -> None:
+        """Allocate the tables. `parts` says how the logits that `draw` gets are divided among ranks; None: they are those of all tokens."""
+        self._device, self._slots, self._parts = device, TableSlots(num_slots), parts
         self.tables = PenaltyTables.empty(num_slots, vocab_size, device)
 
     def rows(self, sequences: Seq[Sequence], *, loaded: bool) -> list[Row]:
@@ -60,7 +62,7 @@ class RowTables:
         masks.fill(host.numpy(), lines)
         self.tables.masks[: len(host)].copy_(host, non_blocking=True)
 
-    def draw(self, logits: Float[Tensor, "R V"], sequences: Seq[Sequence], width: int, masks: Masks | None = None) -> Drawn | None:
+    def draw(self, logits: Float[Tensor, "R N"], sequences: Seq[Sequence], width: int, masks: Masks | None = None) -> Drawn | None:
         """Sample the first token of sequences from the logits of their prompts. None without sequences.
 
         Processors get the tokens in a table of `width` columns.
@@ -68,6 +70,9 @@ class RowTables:
         if not sequences:
             return None
         kind: Kind = kind_of([s.request.options for s in sequences])
+        parts = self._parts
+        if parts is not None and processors_of(sequences):
+            logits, parts = parts.whole(logits), None
         logits, processing = process_rows(logits, sequences, width)
         size = len(sequences)
         host = torch.empty((2 + LINES, aligned(size)), dtype=torch.int32, pin_memory=self._device.type == "cuda")
@@ -79,7 +84,7 @@ class RowTables:
         if masks is not None:
             self.upload(masks, mask_lines(rows))
         lines = host.to(self._device, non_blocking=True)
-        sampled = draw_rows(kind, logits, row_options(lines[2:], size), self.tables, lines[1, :size], lines[0, :size])
+        sampled = draw_rows(kind, logits, row_options(lines[2:], size), self.tables, lines[1, :size], lines[0, :size], parts)
         return to_host(sampled, kept(processing))
 
     def _fill(self, slot: int, s: Sequence) -> None:

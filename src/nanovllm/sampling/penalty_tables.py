@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from nanovllm.ops.sampling.draw import highest
+from nanovllm.ops.sampling.draw_parts import Parts
 from nanovllm.ops.sampling.penalised import penalised
 from nanovllm.sampling.compiled_grammar import num_words
 from nanovllm.sampling.params import MAX_LOGPROBS
 from nanovllm.sampling.row_options import Kind, RowOptions
 from nanovllm.sampling.sampler import Sampled, sample, with_logprobs
+from nanovllm.sampling.tensors import Sampling
 from nanovllm.types import Float, Float32, Int32, Tensor
 
 PIECE = 64  # rows that are penalised at once, or whose log-probabilities are computed at once: it bounds the memory
@@ -92,6 +93,7 @@ def draw_rows(
     tables: PenaltyTables,
     token_ids: Int32[Tensor, "B"],
     lengths: Int32[Tensor, "B"],
+    parts: Parts | None = None,
 ) -> Sampled:
     """Sample a token for every row, by a step of this kind. Kinds with tables count `token_ids` in them.
 
@@ -102,11 +104,12 @@ def draw_rows(
         tables: The tables that `options.slots` refer to.
         token_ids: The newest token of each row, int32 `[B]`.
         lengths: The number of tokens of each row, int32 `[B]`.
+        parts: How the logits are divided among ranks, of which each gives its own. None: they are those of all tokens.
     """
-    if kind == "greedy":
-        return Sampled(token_ids=highest(logits))
-    if kind in ("random", "filtered"):
-        return sample(logits, options.random() if kind == "random" else options.filtered(), lengths)
+    if kind in ("greedy", "random", "filtered"):
+        sampling = Sampling(seeds=options.seeds) if kind == "greedy" else options.random() if kind == "random" else options.filtered()
+        return sample(logits, sampling, lengths, parts)
+    logits = logits if parts is None else parts.whole(logits)
     tables.count(options.slots, token_ids, lengths)
     pieces = []
     for start in range(0, len(logits), PIECE):

@@ -12,6 +12,7 @@ import torch
 
 from nanovllm.ops.sampling.adjusted import adjusted
 from nanovllm.ops.sampling.draw import draw, highest
+from nanovllm.ops.sampling.draw_parts import Parts, draw_parts
 from nanovllm.ops.sampling.least_kept import least_kept
 from nanovllm.ops.sampling.penalised import allowed_tokens
 from nanovllm.ops.sampling.token_logprobs import token_logprobs
@@ -39,7 +40,9 @@ class Sampled:
 register_value(Sampled)
 
 
-def sample(logits: Float[Tensor, "B V"], sampling: Sampling, positions: Int32[Tensor, "B"] | Int64[Tensor, "B"]) -> Sampled:
+def sample(
+    logits: Float[Tensor, "B V"], sampling: Sampling, positions: Int32[Tensor, "B"] | Int64[Tensor, "B"], parts: Parts | None = None
+) -> Sampled:
     """Sample one token per row.
 
     The order is vLLM's: log-probabilities of the unchanged logits; bias; repetition, frequency and presence penalties; masks;
@@ -54,7 +57,14 @@ def sample(logits: Float[Tensor, "B V"], sampling: Sampling, positions: Int32[Te
         logits: The logits, `[B, V]`.
         sampling: The options of the rows.
         positions: For each row the index of the sampled token in its sequence, `[B]`.
+        parts: How the logits are divided among ranks, of which each gives its own. None: they are those of all tokens. They are gathered if
+            a row uses more than a temperature.
     """
+    if parts is not None:
+        if not _needs_whole(sampling):
+            keys = None if sampling.temperature is None else _keys(sampling, positions)
+            return Sampled(token_ids=draw_parts(logits, sampling.temperature, keys, parts))
+        logits = parts.whole(logits)
     x_BV = logits
     if sampling.logit_bias is not None or sampling.penalties is not None:
         x_BV = adjusted(logits, sampling.logit_bias, *_penalties(sampling.penalties))
@@ -63,8 +73,7 @@ def sample(logits: Float[Tensor, "B V"], sampling: Sampling, positions: Int32[Te
     if sampling.temperature is None:
         ids = highest(x_BV)
     else:
-        keys = torch.stack((sampling.seeds, positions.long()), 1)
-        ids = draw(x_BV, sampling.temperature, _least_kept(x_BV, sampling, sampling.temperature), keys)
+        ids = draw(x_BV, sampling.temperature, _least_kept(x_BV, sampling, sampling.temperature), _keys(sampling, positions))
     if sampling.num_logprobs is None:
         return Sampled(token_ids=ids)
     return with_logprobs(logits, ids, sampling.num_logprobs)
@@ -76,6 +85,17 @@ def with_logprobs(logits: Float[Tensor, "B V"], token_ids: Int32[Tensor, "B"], n
     if num == 0:
         return Sampled(token_ids=token_ids, logprobs=logprobs)
     return Sampled(token_ids=token_ids, logprobs=logprobs, top_ids=top_ids, top_logprobs=top_logprobs)
+
+
+def _keys(sampling: Sampling, positions: Tensor) -> Tensor:
+    """The keys of the rows' noise."""
+    return torch.stack((sampling.seeds, positions.long()), 1)
+
+
+def _needs_whole(s: Sampling) -> bool:
+    """Whether sampling needs the logits of all tokens on one rank: for anything but temperatures."""
+    tables = (s.top_k, s.top_p, s.min_p, s.penalties, s.logit_bias, s.allowed)
+    return s.num_logprobs is not None or any(table is not None for table in tables)
 
 
 def _penalties(p: Penalties | None) -> tuple[Tensor | None, ...]:

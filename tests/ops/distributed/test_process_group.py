@@ -13,6 +13,7 @@ import torch
 
 import nanovllm as nv
 from nanovllm.ops.distributed.group import joined, summed
+from nanovllm.ops.sampling.draw import draw, highest
 
 pytestmark = pytest.mark.unhooked  # the processes are not hooked anyway
 
@@ -21,13 +22,19 @@ PROGRAM = """
     import torch
     import nanovllm as nv
     from nanovllm.ops.distributed.collectives import all_gather, all_reduce, all_reduce_add
+    from nanovllm.ops.sampling.draw_parts import Parts, draw_parts
 
     mesh = nv.make_mesh("cpu")
     own = torch.full((2, 3), 1.0 + mesh.rank)
+    logits, parts = torch.load(sys.argv[2]), Parts(mesh=mesh, vocab_size=21)
+    mine = torch.nn.functional.pad(logits, (0, 1), value=99.0)[:, 11 * mesh.rank :][:, :11]
+    temperature, keys = torch.tensor([0.0, 0.8, 2.0]).repeat(4), torch.arange(24).view(12, 2)
     told = {
         "reduced": all_reduce(own, mesh)[0].tolist(),
         "added": all_reduce_add(own, torch.ones(2, 3), mesh, 0)[0].tolist(),
         "gathered": all_gather(own, mesh)[:, 0, 0].tolist(),
+        "highest": draw_parts(mine, None, None, parts).tolist(),
+        "drawn": draw_parts(mine, temperature, keys, parts).tolist(),
     }
     model = nv.load_model("tiny", "cpu", "float64", mesh=mesh)
     state = nv.init_state(model, num_pages=64, mesh=mesh)
@@ -60,12 +67,16 @@ def run_ranks(program: str, size: int, *arguments: str) -> list[subprocess.Compl
 
 
 def test_a_program_of_two_processes(tmp_path: Path) -> None:
-    file = tmp_path / "facts.safetensors"
-    ranks = run_ranks(PROGRAM, 2, str(file))
+    file, logits = tmp_path / "facts.safetensors", torch.randn(12, 21, generator=torch.Generator().manual_seed(3)).round(decimals=1)
+    torch.save(logits, tmp_path / "logits.pt")
+    ranks = run_ranks(PROGRAM, 2, str(file), str(tmp_path / "logits.pt"))
     assert [rank.returncode for rank in ranks] == [0, 0], ranks[0].stderr + ranks[1].stderr
     first, second = (json.loads(rank.stdout.splitlines()[-1]) for rank in ranks)
     assert first == second
     assert (first["reduced"], first["added"], first["gathered"]) == ([3.0] * 3, [4.0] * 3, [1.0, 2.0])
+    assert first["highest"] == highest(logits).tolist()
+    keys, temperature = torch.arange(24).view(12, 2), torch.tensor([0.0, 0.8, 2.0]).repeat(4)
+    assert first["drawn"] == draw(logits, temperature, None, keys).tolist()
     model = nv.load_model("tiny", "cpu", "float64")
     assert first["heads"] == model.config.num_heads // 2
     state = nv.init_state(model, num_pages=64)

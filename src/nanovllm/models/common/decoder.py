@@ -127,8 +127,16 @@ def logits(
     *,
     cap: Callable[[Tensor, float], Tensor] = soft_cap,
 ) -> Float[Tensor, "R V"]:
-    """The logits of the last layer's output, computed by `head`, and soft-capped by `cap` if the model has a soft cap."""
+    """The logits of the last layer's output, computed by `head`, and soft-capped by `cap` if the model has a soft cap.
+
+    They are those of all tokens, unless `config.mesh.gathers` is False: then those of this rank's part of the head.
+    """
     weight = params.embed if params.head is None else params.head
     bias = () if params.final_norm_bias is None else (params.final_norm_bias,)
     own = head(x_RM, params.final_norm, weight, config.rms_norm_eps, *bias)
-    return cap(all_gather_columns(own, config.mesh, config.vocab_size), config.logit_softcap)
+    return cap(gathered(own, config), config.logit_softcap)
+
+
+def gathered(own: Float[Tensor, "R N"], config: ModelConfig) -> Float[Tensor, "R V"]:
+    """The logits of all tokens from those of a rank's part of the head; the latter themselves if the ranks of the config gather none."""
+    return own if config.mesh is None or not config.mesh.gathers else all_gather_columns(own, config.mesh, config.vocab_size)

@@ -77,6 +77,11 @@ def sharded_config(config: ModelConfig, mesh: Mesh) -> ModelConfig:
     )
 
 
+def in_parts(config: ModelConfig) -> ModelConfig:
+    """The config with which the model's function gives each rank the logits of its own tokens. Without a mesh, `config` itself."""
+    return config if config.mesh is None else replace(config, mesh=replace(config.mesh, gathers=False))
+
+
 def part_of(field: str, shape: tuple[int, ...], config: ModelConfig, mesh: Mesh) -> Part:
     """What a rank has of the parameter in a field of `Layer`, `Experts` or `Params`.
 

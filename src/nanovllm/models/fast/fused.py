@@ -19,7 +19,7 @@ from nanovllm.ops.attention.paged_prefill import paged_prefill
 from nanovllm.ops.attention.rope_attend import rope_attend, rope_write
 from nanovllm.ops.backends import own_kernels
 from nanovllm.ops.cuts import Cut
-from nanovllm.ops.distributed.collectives import all_gather_columns, all_reduce, all_reduce_add, all_reduce_add_norm
+from nanovllm.ops.distributed.collectives import all_reduce, all_reduce_add, all_reduce_add_norm
 from nanovllm.ops.elementwise.decode_rows import capped_logits
 from nanovllm.ops.linear import norm_linear as few
 from nanovllm.ops.linear.linear import linear
@@ -170,7 +170,7 @@ def forward(
         out = decoder.logits(last, x, params, config, cap=capped_logits)
     else:
         own = linear(h, params.embed if params.head is None else params.head)
-        out = capped_logits(all_gather_columns(own, config.mesh, config.vocab_size), config.logit_softcap)
+        out = capped_logits(decoder.gathered(own, config), config.logit_softcap)
     return (out, kv) if capture_hidden is None else (out, kv, tuple(captured[at] for at in capture_hidden))
 
 

@@ -3,7 +3,7 @@
 Every operation is called by all ranks in the same order. Sums are taken in the order of the ranks, so all ranks get the same bits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -45,6 +45,13 @@ class Group(Protocol):
         """The ranks' tensors, stacked along a new first axis. Raises `EngineDeadError` if a rank has gone."""
         ...
 
+    def winners(self, values: Tensor, ids: Tensor) -> Tensor:
+        """For each row the id of the largest of all ranks' values, int32 `[R]`; the lowest id of a tie.
+
+        `values` `[R, K]` are float32 or float64. `ids` `[R, K]` are int32, ascend in each row, and ascend with the ranks.
+        """
+        ...
+
     def require_all(self) -> None:
         """Raise `EngineDeadError` if an earlier operation has failed on the device, because a rank has gone."""
         ...
@@ -57,6 +64,16 @@ class Group(Protocol):
 def side_by_side(stacked: Tensor, width: int) -> Tensor:
     """The columns of the ranks' tensors `[ranks, R, N]` side by side, up to `width`."""
     return stacked.transpose(0, 1).flatten(1)[:, :width].contiguous()
+
+
+def winners_of_pairs(values: Tensor, ids: Tensor, all_gather: Callable[[Tensor], Tensor]) -> Tensor:
+    """`Group.winners` by `all_gather`: the ranks exchange a value and an id per row, in float64, which holds both exactly."""
+    if not len(values):
+        return ids.new_empty(0)
+    at = values.argmax(1, keepdim=True)  # the first one of a tie; NaN is the largest
+    everyone = all_gather(torch.cat([values.gather(1, at).double(), ids.gather(1, at).double()], 1))  # [ranks, R, 2]
+    first = everyone[..., 0].argmax(0, keepdim=True)
+    return everyone[..., 1].gather(0, first).squeeze(0).int()
 
 
 def joined(parts: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

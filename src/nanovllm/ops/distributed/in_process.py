@@ -10,7 +10,7 @@ import torch
 from nanovllm.config import Mesh
 from nanovllm.errors import EngineDeadError
 from nanovllm.ops.attention.plan_table import register
-from nanovllm.ops.distributed.group import joined, side_by_side, summed
+from nanovllm.ops.distributed.group import joined, side_by_side, summed, winners_of_pairs
 from nanovllm.ops.linear.linear_add_norm import norm_add
 from nanovllm.types import Tensor
 
@@ -73,6 +73,10 @@ class ThreadGroup:
     def all_gather(self, x: Tensor) -> Tensor:
         """The ranks' tensors, stacked."""
         return torch.stack(self.meeting.exchange(self.rank, x))
+
+    def winners(self, values: Tensor, ids: Tensor) -> Tensor:
+        """The ids of the largest values of all ranks."""
+        return winners_of_pairs(values, ids, self.all_gather)
 
     def require_all(self) -> None:
         """Nothing: failures are raised at once."""

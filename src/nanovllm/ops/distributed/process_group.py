@@ -19,8 +19,8 @@ from nanovllm.config import Mesh
 from nanovllm.errors import EngineDeadError, InvalidRequestError
 from nanovllm.ops.attention.plan_table import register
 from nanovllm.ops.backends import dependent_launch
-from nanovllm.ops.distributed.group import joined, side_by_side, summed
-from nanovllm.ops.distributed.shared_memory import ADDED, FLAGS, GATHERED, STAGE, share_memory, slot_of
+from nanovllm.ops.distributed.group import joined, side_by_side, summed, winners_of_pairs
+from nanovllm.ops.distributed.shared_memory import ADDED, FLAGS, GATHERED, STAGE, WORD, WORDS, share_memory, slot_of
 from nanovllm.ops.linear.linear_add_norm import norm_add
 from nanovllm.types import Tensor
 
@@ -95,6 +95,15 @@ class ProcessGroup:
         most = min(STAGE // a_row, FLAGS // (4 * self.size * -(-x.shape[1] // COLUMNS)))
         pieces = [gather_columns(piece, width, self._shared, 0, GATHERED) for piece in x.contiguous().split(most)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def winners(self, values: Tensor, ids: Tensor) -> Tensor:
+        """The ids of the largest values of all ranks."""
+        rows = len(values)
+        if self._shared is None or values.dtype != torch.float32 or not 0 < rows * self.size * WORD <= FLAGS:
+            return winners_of_pairs(values, ids, self.all_gather)
+        from nanovllm.ops.distributed.triton_winners import winners
+
+        return winners(values, ids, self._shared, WORDS)
 
     def require_all(self) -> None:
         """Require that no launch has waited in vain for another rank.

@@ -1,7 +1,7 @@
 """Symmetric memory: memory of each GPU of one host that the others can read and write (`torch.distributed._symmetric_memory`).
 
 From its start it holds the tensors of `all_reduce` and of gathered columns, then the flags of the latter, then two slots of
-`all_reduce_add`, each with its flags.
+`all_reduce_add`, each with its flags, then the words of `winners`.
 """
 
 from dataclasses import dataclass
@@ -44,12 +44,16 @@ def slot_of(slot: int) -> tuple[int, int]:
     return data, data + ADDED
 
 
+WORD = 8  # bytes of a word of `winners`
+WORDS = slot_of(2)[0]  # where these words are: `FLAGS` bytes
+
+
 def share_memory(group: dist.ProcessGroup, device: torch.device) -> Shared | None:
     """Allocate the memory, on all ranks at the same time; None if the GPUs cannot reach each other."""
     import torch.distributed._symmetric_memory as symmetric
 
     try:
-        memory = symmetric.empty(slot_of(2)[0], dtype=torch.uint8, device=device)
+        memory = symmetric.empty(WORDS + FLAGS, dtype=torch.uint8, device=device)
         handle = symmetric.rendezvous(memory, group.group_name)
     except RuntimeError:
         return None

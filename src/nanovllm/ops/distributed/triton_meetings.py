@@ -24,7 +24,7 @@ LOOK = tl.constexpr(1024)  # tries between two looks at whether the host has giv
 
 
 @triton.jit
-def _wait(flag, expected, then, failed):
+def exchanged(flag, expected, then, failed):
     """Exchange the value of a flag for another one, once it is the expected one. Returns whether it was, or the host has given up."""
     found = tl.atomic_cas(flag, expected, then, sem="acq_rel", scope="sys")
     left = SPINS
@@ -43,7 +43,7 @@ def _tell(table, flags, program, rank, failed, SIZE: tl.constexpr):
     for peer in tl.static_range(SIZE):  # pyright: ignore[reportGeneralTypeIssues]
         if peer != rank:
             there = (tl.load(table + peer) + flags).to(tl.pointer_type(tl.int32)) + program * SIZE + rank
-            good = good & _wait(there, 0, 1, failed)
+            good = good & exchanged(there, 0, 1, failed)
     return good
 
 
@@ -54,7 +54,7 @@ def _hear(own, flags, program, rank, failed, SIZE: tl.constexpr):
     for peer in tl.static_range(SIZE):  # pyright: ignore[reportGeneralTypeIssues]
         if peer != rank:
             mine = (own + flags).to(tl.pointer_type(tl.int32)) + program * SIZE + peer
-            good = good & _wait(mine, 1, 0, failed)
+            good = good & exchanged(mine, 1, 0, failed)
     return good
 
 

@@ -42,12 +42,19 @@ def _uniforms_kernel(keys, out, num, COUNTERS: tl.constexpr):
 
 
 @triton.jit
-def _draw_kernel(logits, stride, temperature, least, keys, best, best_id, num, HAS_LEAST: tl.constexpr, COUNTERS: tl.constexpr):
-    """Program (block, row) finds the best token of one block of a row."""
+def _draw_kernel(
+    logits, stride, temperature, least, keys, best, best_id, num, counter,
+    HAS_LEAST: tl.constexpr, COUNTERS: tl.constexpr, LEAD: tl.constexpr,
+):  # fmt: skip
+    """Program (block, row) finds the best token of one block of a row, whose first column is the token `4 * counter + LEAD`."""
     row = tl.program_id(1).to(tl.int64)
-    first = tl.program_id(0) * COUNTERS
-    index = 4 * first + tl.arange(0, 4 * COUNTERS)
-    y = tl.load(logits + row * stride + index, mask=index < num, other=-float("inf")).to(tl.float32)
+    block = tl.program_id(0) * COUNTERS
+    index = 4 * block + tl.arange(0, 4 * COUNTERS) - LEAD
+    there = index < num
+    if LEAD:
+        there = there & (index >= 0)
+    first = counter + block
+    y = tl.load(logits + row * stride + index, mask=there, other=-float("inf")).to(tl.float32)
     t = tl.load(temperature + row)
     if t > 0:
         if HAS_LEAST:
@@ -59,19 +66,20 @@ def _draw_kernel(logits, stride, temperature, least, keys, best, best_id, num, H
     at = row * tl.num_programs(0) + tl.program_id(0)
     tl.store(best + at, value)
     # NaN does not equal itself, so the bound keeps the id in the vocabulary.
-    tl.store(best_id + at, tl.min(tl.where(y == value, index, num - 1), 0))
+    tl.store(best_id + at, 4 * counter + LEAD + tl.min(tl.where((y == value) & there, index, num - 1), 0))
 
 
 @triton.jit
-def _highest_kernel(logits, stride, best, best_id, num, BLOCK: tl.constexpr):
-    """Program (block, row) finds the largest logit of one block of a row."""
+def _highest_kernel(logits, stride, best, best_id, num, first, BLOCK: tl.constexpr):
+    """Program (block, row) finds the largest logit of one block of a row, whose first column is the token `first`."""
     row = tl.program_id(1).to(tl.int64)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    y = tl.load(logits + row * stride + index, mask=index < num, other=-float("inf")).to(tl.float32)
+    there = index < num
+    y = tl.load(logits + row * stride + index, mask=there, other=-float("inf")).to(tl.float32)
     value = tl.max(y, 0)
     at = row * tl.num_programs(0) + tl.program_id(0)
     tl.store(best + at, value)
-    tl.store(best_id + at, tl.min(tl.where(y == value, index, num - 1), 0))
+    tl.store(best_id + at, first + tl.min(tl.where((y == value) & there, index, num - 1), 0))
 
 
 @triton.jit
@@ -97,48 +105,77 @@ def launch_uniforms(keys: torch.Tensor, num: int) -> torch.Tensor:
 
 def launch_highest(logits: torch.Tensor) -> torch.Tensor:
     """Launch the kernels of the op `highest`, for at most 65,535 rows."""
-    rows, num = logits.shape
-    out = torch.empty(rows, dtype=torch.int32, device=logits.device)
-    if rows == 0:
-        return out
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    num_blocks = -(-num // BLOCK)
-    best = torch.empty((rows, num_blocks), dtype=torch.float32, device=logits.device)
-    best_id = torch.empty((rows, num_blocks), dtype=torch.int32, device=logits.device)
-    with torch.cuda.device_of(logits):
-        block_highest: Any = _highest_kernel
-        block_highest[(num_blocks, rows)](logits, logits.stride(0), best, best_id, num, BLOCK=BLOCK, num_warps=NUM_WARPS)
-        merge: Any = _merge_kernel
-        merge[(rows,)](best, best_id, out, num, num_blocks, BLOCKS=triton.next_power_of_2(num_blocks), num_warps=1)
-    return out
+    return _merged(*highest_of_blocks(logits, 0, logits.shape[1]), logits.shape[1])
 
 
 def launch_draw(logits: torch.Tensor, temperature: torch.Tensor, least: torch.Tensor | None, keys: torch.Tensor) -> torch.Tensor:
     """Launch the kernels of the op `draw`, for at most 65,535 rows."""
-    rows, num = logits.shape
-    out = torch.empty(rows, dtype=torch.int32, device=logits.device)
-    if rows == 0:
-        return out
+    return _merged(*drawn_of_blocks(logits, temperature, least, keys, 0, logits.shape[1]), logits.shape[1])
+
+
+def highest_of_blocks(logits: torch.Tensor, first: int, num: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest logits of the blocks of each row, float32 `[B, K]`, and their token ids, int32 `[B, K]`.
+
+    Args:
+        logits: Logits of a part of the vocabulary, `[B, N]`, for at most 65,535 rows.
+        first: The token of the first column.
+        num: How many columns are tokens; the others are left out. If there is none, every row has -inf.
+    """
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    num_blocks = max(1, -(-num // BLOCK))
+    best, best_id = _candidates(logits, num_blocks)
+    if len(logits):
+        kernel: Any = _highest_kernel
+        with torch.cuda.device_of(logits):
+            kernel[(num_blocks, len(logits))](logits, logits.stride(0), best, best_id, num, first, BLOCK=BLOCK, num_warps=NUM_WARPS)
+    return best, best_id
+
+
+def drawn_of_blocks(
+    logits: torch.Tensor, temperature: torch.Tensor, least: torch.Tensor | None, keys: torch.Tensor, first: int, num: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest sums of logit and noise of the blocks of each row, float32 `[B, K]`, and their token ids, int32 `[B, K]`.
+
+    `first` and `num` are as in `highest_of_blocks`, the other arguments those of the op `draw`.
+    """
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    counter, lead = divmod(first, 4)
+    num_blocks = max(1, -(-(lead + num) // (4 * COUNTERS)))
+    best, best_id = _candidates(logits, num_blocks)
     temperature = temperature.contiguous()
-    num_blocks = -(-num // (4 * COUNTERS))
-    best = torch.empty((rows, num_blocks), dtype=torch.float32, device=logits.device)
-    best_id = torch.empty((rows, num_blocks), dtype=torch.int32, device=logits.device)
-    with torch.cuda.device_of(logits):
-        block_argmax: Any = _draw_kernel
-        block_argmax[(num_blocks, rows)](
-            logits,
-            logits.stride(0),
-            temperature,
-            temperature if least is None else least.contiguous(),
-            keys.contiguous(),
-            best,
-            best_id,
-            num,
-            HAS_LEAST=least is not None,
-            COUNTERS=COUNTERS,
-            num_warps=NUM_WARPS,
-        )
+    if len(logits):
+        kernel: Any = _draw_kernel
+        with torch.cuda.device_of(logits):
+            kernel[(num_blocks, len(logits))](
+                logits,
+                logits.stride(0),
+                temperature,
+                temperature if least is None else least.contiguous(),
+                keys.contiguous(),
+                best,
+                best_id,
+                num,
+                counter,
+                HAS_LEAST=least is not None,
+                COUNTERS=COUNTERS,
+                LEAD=lead,
+                num_warps=NUM_WARPS,
+            )
+    return best, best_id
+
+
+def _candidates(logits: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for the best token of each block of each row: its value and its id."""
+    shape = len(logits), num_blocks
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
+
+
+def _merged(best: torch.Tensor, best_id: torch.Tensor, num: int) -> torch.Tensor:
+    """The best token of each row, int32 `[B]`, of those of its blocks."""
+    rows, num_blocks = best.shape
+    out = best_id.new_empty(rows)
+    if rows:
         merge: Any = _merge_kernel
-        merge[(rows,)](best, best_id, out, num, num_blocks, BLOCKS=triton.next_power_of_2(num_blocks), num_warps=1)
+        with torch.cuda.device_of(best):
+            merge[(rows,)](best, best_id, out, num, num_blocks, BLOCKS=triton.next_power_of_2(num_blocks), num_warps=1)
     return out
