@@ -9,6 +9,7 @@ from nanovllm.chunks.prefill import prefill
 from nanovllm.engine.init_state import init_state
 from nanovllm.engine.requests import cancel, submit, submit_many
 from nanovllm.engine.step import step
+from nanovllm.entrypoints.memory.report import memory
 from nanovllm.errors import InvalidRequestError
 from nanovllm.executor.executor import runtime_of
 from nanovllm.sampling.params import SamplingParams
@@ -187,3 +188,13 @@ def test_the_rates_are_measured_at_the_start():
     state, output = reply(state, prompt(0))
     _, expected = reply(init_state(MODEL, num_pages=8, page_size=4), prompt(0))
     assert output.token_ids == expected.token_ids
+
+
+def test_the_memory_report_tells_how_much_is_used():
+    state = engine()
+    for seed in (0, 1):
+        state, _ = reply(state, prompt(seed))
+    report = memory(state)
+    assert (report.num_host_pages, report.num_host_used) == (state.pool.host.num_pages, state.stats.offloaded_tokens // 4)
+    assert f"{report.num_host_used} of {report.num_host_pages:,} pages of host memory used" in report.text()
+    assert "host memory" not in memory(engine(host_kv_gib=0)).text()
