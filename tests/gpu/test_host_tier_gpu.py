@@ -50,7 +50,7 @@ def test_images_have_the_bits_of_plain_indexing(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_pages_may_be_written_at_once_and_come_back_as_they_were(dtype: torch.dtype) -> None:
-    """Without a wait of the host: each round writes over the pages that it copied out, and loads pages of earlier rounds in other places."""
+    """Each round writes over the pages that it copied out, without a wait, and loads pages of earlier rounds in other places."""
     pages, layers, num_host = random_pages(dtype, 64, 8), 8, 256
     page_bytes = layers * pages[0, 0].numel() * pages.dtype.itemsize
     memory = HostMemory(KVState(pools=(pages,)), num_host, stage_bytes=3 * page_bytes)

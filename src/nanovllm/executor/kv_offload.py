@@ -158,7 +158,7 @@ class HostMemory:
             The KV memory, in which pages that were copied out may be written from now on.
         """
         (pool,) = kv.pools
-        out, into = list(moves.out.items()), moves.into
+        out, into = sorted(moves.out.items()), sorted(moves.into)  # by host page: neighbours are copied at once
         for turn, start in enumerate(range(0, len(out), self._staged)):
             self._store(pool, out[start : start + self._staged], self._out[turn % len(self._out)])
         for turn, start in enumerate(range(0, len(into), self._staged)):
