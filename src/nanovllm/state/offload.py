@@ -132,7 +132,7 @@ def keep(host: HostPages, pages: np.ndarray, keys: list[bytes]) -> HostPages:
     host = replace(host, ages=lru.remove(host.ages, _array(known)))
     fresh = sum(key not in host.by_key for key in keys)
     host = _replaced(host, fresh - host.used.num_free)
-    by_key, key_of, out = host.by_key, host.key_of, moves.out if host.moves is None else host.moves.out
+    by_key, key_of, out = host.by_key, host.key_of, moves.out  # host pages that were replaced are all taken again below
     used, taken = page_ops.allocate(host.used, min(host.used.num_free, fresh)) or (host.used, ())
     skipped, free, order = fresh - len(taken), iter(taken), list[int]()
     for page, key in zip(pages.tolist(), keys, strict=True):
@@ -187,14 +187,11 @@ def _replaced(host: HostPages, count: int) -> HostPages:
 def _dropped(host: HostPages, held: list[int]) -> HostPages:
     if not held:
         return host
-    by_key, key_of, out = host.by_key, host.key_of, None if host.moves is None else host.moves.out
+    by_key, key_of, gone = host.by_key, host.key_of, _array(held)
     for at in held:
         by_key, key_of = by_key.delete(key_of[at]), key_of.delete(at)
-        out = out if out is None or at not in out else out.delete(at)
-    moves = None if host.moves is None or out is None else replace(host.moves, out=out)
-    gone = _array(held)
     used, ages = page_ops.release(host.used, gone), lru.remove(host.ages, gone)
-    return replace(host, used=used, by_key=by_key, key_of=key_of, ages=ages, moves=moves)
+    return replace(host, used=used, by_key=by_key, key_of=key_of, ages=ages)
 
 
 def _array(held: Iterable[int]) -> np.ndarray:
