@@ -36,7 +36,7 @@ def random_pages() -> torch.Tensor:
 def test_every_page_gets_the_bits_that_its_host_page_was_given(stage, late, rounds):
     """Each round copies out, then in, and then all pages are written, as the next step would do."""
     pool = random_pages()
-    memory = HostMemory(KVState(pools=(pool,)), HOST, LateCopies() if late else None, stage_bytes=stage * PAGE_BYTES)
+    memory = HostMemory(KVState(pools=(pool,)), HOST, (LateCopies(), LateCopies()) if late else None, stage_bytes=stage * PAGE_BYTES)
     held: dict[int, torch.Tensor] = {}
     for out, into in rounds:
         for at, page in dict(out).items():

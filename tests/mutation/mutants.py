@@ -207,6 +207,8 @@ MUTANTS: tuple[Mutant, ...] = (
             "            copies.hold_engine(stage.free)\n",
             "            pass\n",
         ),
+        ("a page is written before it was gathered", "max(gathered.get(page, 0) for _, page in part))", "0)"),
+        ("a plan reads before it writes", "fresh = any(at in moves.out for at, _ in part)", "fresh = False"),
         ("only single host pages are copied", "if stop < len(held) and held[stop] == held[stop - 1] + 1:", "if stop < len(held):"),
     ),
     *bugs(

@@ -2,12 +2,14 @@
 
 A copy passes through a *stage*, a small block of device memory in which each page is contiguous. Pages are gathered into the stage, or
 scattered from it, on the stream of the engine; so nothing that the engine runs later can change what was gathered, and all that it runs
-later reads what was scattered. Between the stage and host memory, a stream of its own copies at the rate of the bus. Events order the two:
+later reads what was scattered. Between the stages and host memory, two streams copy at the rate of the bus, one per direction. Events
+order the three streams:
 
 - A stage is filled again only after the copy of its last content has ended. There are two for each direction, so that one is filled while
   the other is copied.
-- A host page is read only after it was written, because all copies are on one stream, in order.
+- A host page is read only after all earlier copies that write it, and is written only after all earlier copies that read it.
 - Pages that were copied in are scattered only after their copy has ended: the engine's stream waits for the event, and the host does not.
+- A page that is copied out and in is gathered before it is scattered. The copies in are sorted so that they begin while others go out.
 
 On a CPU all of this is done at once, without streams.
 """
@@ -34,7 +36,7 @@ NUM_STAGES = 4  # two for copies out, two for copies in
 
 
 class Copies(Protocol):
-    """A stream of copies beside the engine's stream. A *mark* is a point in one of the two that the other can wait for."""
+    """A stream of copies beside the engine's stream. A *mark* is a point in one stream that another can wait for."""
 
     def run(self, copy: Callable[[], None]) -> None:
         """Add a copy to the stream."""
@@ -49,7 +51,7 @@ class Copies(Protocol):
         ...
 
     def hold(self, mark: Any) -> None:
-        """Let later copies wait for a mark of the engine's stream."""
+        """Let later copies wait for a mark of the engine's stream, or of another stream of copies."""
         ...
 
     def hold_engine(self, mark: Any) -> None:
@@ -104,7 +106,7 @@ class CopyStream:
         return torch.cuda.current_stream(self._stream.device).record_event()
 
     def hold(self, mark: Any) -> None:
-        """Let later copies wait for a mark of the engine's stream."""
+        """Let later copies wait for a mark of the engine's stream, or of another stream of copies."""
         self._stream.wait_event(mark)
 
     def hold_engine(self, mark: Any) -> None:
@@ -130,25 +132,26 @@ class HostMemory:
     Args:
         kv: The KV memory of the engine, which has one pool.
         num_pages: The number of host pages.
-        copies: The stream of copies. None: that of the device.
+        copies: The streams of copies out and in. None: those of the device.
         stage_bytes: The size of a stage, at least one page.
 
     Raises:
         OutOfPagesError: The machine has too little memory.
     """
 
-    def __init__(self, kv: KVState, num_pages: int, copies: Copies | None = None, stage_bytes: int = STAGE_BYTES) -> None:
+    def __init__(self, kv: KVState, num_pages: int, copies: tuple[Copies, Copies] | None = None, stage_bytes: int = STAGE_BYTES) -> None:
         (pool,) = kv.pools
         shape, device = (pool.shape[0], *pool.shape[2:]), pool.device
         page_bytes = math.prod(shape) * pool.dtype.itemsize
         self.images = _memory(num_pages * page_bytes, device, num_pages).view(pool.dtype).view(num_pages, *shape)
-        self._copies: Copies = copies or (CopyStream(device) if device.type == "cuda" else CopiesAtOnce())
+        of_device = (lambda: CopyStream(device)) if device.type == "cuda" else CopiesAtOnce
+        self._outward, self._inward = copies or (of_device(), of_device())
         self._staged = min(num_pages, max(1, stage_bytes // page_bytes))
         stages = [Stage(torch.empty((self._staged, *shape), dtype=pool.dtype, device=device)) for _ in range(NUM_STAGES)]
         self._out, self._into = stages[::2], stages[1::2]
 
     def move(self, kv: KVState, moves: Moves) -> KVState:
-        """Donates `kv`. Copy pages out, then in, on the engine's stream and the stream of copies. The host waits for nothing.
+        """Donates `kv`. Copy pages out and in, on the engine's stream and the streams of copies. The host waits for nothing.
 
         Args:
             kv: The KV memory.
@@ -158,20 +161,38 @@ class HostMemory:
             The KV memory, in which pages that were copied out may be written from now on.
         """
         (pool,) = kv.pools
-        out, into = sorted(moves.out.items()), sorted(moves.into)  # by host page: neighbours are copied at once
-        for turn, start in enumerate(range(0, len(out), self._staged)):
-            self._store(pool, out[start : start + self._staged], self._out[turn % len(self._out)])
-        for turn, start in enumerate(range(0, len(into), self._staged)):
-            self._load(pool, into[start : start + self._staged], self._into[turn % len(self._into)])
+        out, stored, size = sorted(moves.out.items()), 0, self._staged  # by host page: neighbours are copied at once
+        gathered = {page: place + 1 for place, (_, page) in enumerate(out)}  # how many pages are gathered before a page may be written
+        into = sorted(moves.into, key=lambda pair: gathered.get(pair[1], 0))
+        before = self._outward.mark(), self._inward.mark()
+        self._outward.hold(before[1])
+        self._inward.hold(before[0])
+        for turn, start in enumerate(range(0, len(into), size)):
+            part = into[start : start + size]
+            fresh = any(at in moves.out for at, _ in part)  # this plan writes what it reads
+            stored = self._store_until(pool, out, stored, len(out) if fresh else max(gathered.get(page, 0) for _, page in part))
+            if fresh:
+                self._inward.hold(self._outward.mark())
+            self._load(pool, part, self._into[turn % len(self._into)])
+        self._store_until(pool, out, stored, len(out))
         return kv
 
     def synchronize(self) -> None:
         """Let the host wait until all copies have ended."""
-        self._copies.synchronize()
+        self._outward.synchronize()
+        self._inward.synchronize()
+
+    def _store_until(self, pool: Tensor, out: Seq[tuple[int, int]], stored: int, count: int) -> int:
+        """Copy pages out, stage by stage, until at least `count` are. Returns how many are; `stored` are already."""
+        while stored < count:
+            stage = self._out[stored // self._staged % len(self._out)]
+            self._store(pool, out[stored : stored + self._staged], stage)
+            stored += self._staged
+        return stored
 
     def _store(self, pool: Tensor, pairs: Seq[tuple[int, int]], stage: Stage) -> None:
         """Copy pages out; `pairs` are (host page, page)."""
-        held, images, copies = [at for at, _ in pairs], stage.images[: len(pairs)], self._copies
+        held, images, copies = [at for at, _ in pairs], stage.images[: len(pairs)], self._outward
         if stage.free is not None:
             copies.hold_engine(stage.free)
         gather_pages(pool, _ids([page for _, page in pairs], pool.device), images)
@@ -181,7 +202,7 @@ class HostMemory:
 
     def _load(self, pool: Tensor, pairs: Seq[tuple[int, int]], stage: Stage) -> None:
         """Copy pages in; `pairs` are (host page, page)."""
-        held, images, copies = [at for at, _ in pairs], stage.images[: len(pairs)], self._copies
+        held, images, copies = [at for at, _ in pairs], stage.images[: len(pairs)], self._inward
         if stage.free is not None:
             copies.hold(stage.free)
         copies.run(lambda: self._copy(images, held, out=False))

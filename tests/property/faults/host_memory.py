@@ -28,6 +28,10 @@ def _fills_a_stage_before_its_copy_ended(hold_engine):
     return faulty
 
 
+def _reads_before_it_is_written(hold):
+    return lambda copies, mark: None
+
+
 def _copies_in_before_out(move):
     def faulty(memory, kv, moves):
         return move(memory, move(memory, kv, Moves(into=moves.into)), Moves(out=moves.out))
@@ -95,6 +99,12 @@ HOST_FAULTS: tuple[Fault, ...] = (
         machine=HostMemoryMachine,
         targets=((LateCopies, "hold_engine"),),
         faulty=_fills_a_stage_before_its_copy_ended,
+    ),
+    Fault(
+        name="host memory: a host page read before it is written",
+        machine=HostMemoryMachine,
+        targets=((LateCopies, "hold"),),
+        faulty=_reads_before_it_is_written,
     ),
     Fault(
         name="host memory: copies in come before copies out",

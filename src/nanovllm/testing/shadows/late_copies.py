@@ -1,6 +1,7 @@
 """Copies between the device and host memory that are made as late as they may be, and that fail when a machine says so."""
 
 from collections.abc import Callable
+from typing import Any
 
 from nanovllm.executor.kv_offload import HostMemory
 from nanovllm.state.kv_cache import KVState
@@ -22,21 +23,24 @@ class LateCopies:
         """Remember a copy."""
         self._left.append(copy)
 
-    def mark(self) -> int:
-        """The number of copies so far."""
-        return self._made + len(self._left)
+    def mark(self) -> Any:
+        """This stream, and the number of its copies so far."""
+        return self, self._made + len(self._left)
 
     def engine_mark(self) -> None:
         """Nothing to wait for: the engine's work has been done."""
 
-    def hold(self, mark: None) -> None:
-        """Wait for nothing."""
+    def hold(self, mark: Any) -> None:
+        """Let later copies be made after those before a mark of another stream."""
+        if mark is not None:
+            stream, _ = mark
+            self.run(lambda: stream.hold_engine(mark))
 
-    def hold_engine(self, mark: int) -> None:
+    def hold_engine(self, mark: Any) -> None:
         """Make the copies before a mark."""
-        while self._made < mark:
-            self._left.pop(0)()
+        while self._made < mark[1]:
             self._made += 1
+            self._left.pop(0)()
 
     def synchronize(self) -> None:
         """Make all copies."""
@@ -44,10 +48,10 @@ class LateCopies:
 
 
 class FlakyHostMemory(HostMemory):
-    """Host memory with `LateCopies`, whose moves are device calls of a `FlakyExecutor`, so that they may fail."""
+    """Host memory with two streams of `LateCopies`, whose moves are device calls of a `FlakyExecutor`, so that they may fail."""
 
     def __init__(self, kv: KVState, num_pages: int, executor: FlakyExecutor) -> None:
-        super().__init__(kv, num_pages, LateCopies(), stage_bytes=1)  # a stage has one page
+        super().__init__(kv, num_pages, (LateCopies(), LateCopies()), stage_bytes=1)  # a stage has one page
         self._executor = executor
 
     def move(self, kv: KVState, moves: Moves) -> KVState:
