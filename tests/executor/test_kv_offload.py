@@ -51,6 +51,22 @@ def test_every_page_gets_the_bits_that_its_host_page_was_given(stage, late, roun
         assert torch.equal(memory.images[at], image)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 4])
+@pytest.mark.parametrize("late", [False, True])
+def test_pages_that_are_copied_out_and_in_are_gathered_first(stage, late):
+    """Each page of the first four goes out and gets the KV of another one."""
+    pool = random_pages()
+    memory = HostMemory(KVState(pools=(pool,)), HOST, (LateCopies(), LateCopies()) if late else None, stage_bytes=stage * PAGE_BYTES)
+    first = pool[:, :4].clone()
+    memory.move(KVState(pools=(pool,)), Moves(out=Map({page: page for page in range(4)})))
+    pool.copy_(random_pages())
+    second = pool[:, :4].clone()
+    memory.move(KVState(pools=(pool,)), Moves(out=Map({4 + page: page for page in range(4)}), into=tuple((at, 3 - at) for at in range(4))))
+    assert torch.equal(pool[:, :4], first.flip(1))
+    memory.synchronize()
+    assert torch.equal(memory.images[4:], second.transpose(0, 1))
+
+
 def test_neighbouring_host_pages_are_one_copy(monkeypatch):
     pool, copies = random_pages(), []
     memory = HostMemory(KVState(pools=(pool,)), HOST)
