@@ -17,7 +17,7 @@ def parsed(given: str = "") -> argparse.Namespace:
 
 def test_every_option_of_the_engine_arrives() -> None:
     usual = {"num_pages": None, "num_frames": None, "max_model_len": None, "memory_fraction": 0.9, "tuning": None, "compile": None}
-    usual |= {"max_step_ms": None, "kv_dtype": None}
+    usual |= {"max_step_ms": None, "kv_dtype": None, "host_kv_gib": 0.0}
     assert engine_limits(parsed()) == usual
     for given, changed in (
         ("--num-pages 5", {"num_pages": 5}),
@@ -28,6 +28,7 @@ def test_every_option_of_the_engine_arrives() -> None:
         ("--max-step-ms 12.5", {"max_step_ms": 12.5}),
         ("--tuning off", {"tuning": False}),
         ("--kv-dtype fp8", {"kv_dtype": "fp8"}),
+        ("--host-kv-gib 1.5", {"host_kv_gib": 1.5}),
         ("--eager", {"compile": False}),
     ):
         assert engine_limits(parsed(given)) == {**usual, **changed}

@@ -174,6 +174,44 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a released run becomes evictable from its beginning", "    backwards = held[::-1]\n", "    backwards = held\n"),
     ),
     *bugs(
+        "state/prefix_keys.py",
+        ("tests/state/test_prefix_keys.py",),
+        ("namespaces share keys", 'pack("<q", namespace)', 'pack("<q", 0)'),
+        ("a key forgets the nodes before", "return parts[::-1], ROOT - page", "return [], ROOT - page"),
+    ),
+    *bugs(
+        "state/offload.py",
+        ("tests/state/test_offload.py",),
+        ("a prefix that is kept already counts as new", "host = replace(host, ages=lru.remove(host.ages, _array(known)))\n", "pass\n"),
+        (
+            "of too many pages the last ones of the prompt are kept",
+            "if at is None and skipped:",
+            "if at is None and next(free, None) is None:",
+        ),
+        ("what was read is replaced first", "once = _array(dict.fromkeys(held[::-1].tolist()))", "once = _array(())"),
+        ("lost host pages are found", "[at for at in lost if at in host.key_of]", "[]"),
+        ("copies that take longer are made", "< num_tokens / rates.tokens_per_second", "< 2 * num_tokens / rates.tokens_per_second"),
+    ),
+    *bugs(
+        "engine/host_pages.py",
+        ("tests/engine/test_host_memory.py",),
+        ("namespaces share host memory", "find(host, tokens, held, size, namespace)", "find(host, tokens, held, size)"),
+        ("the rates do not matter", "if not offload.worth_loading(", "if False and not offload.worth_loading("),
+    ),
+    *bugs(
+        "executor/kv_offload.py",
+        ("tests/executor/test_kv_offload.py",),
+        ("pages are read before their copy has ended", "        copies.hold_engine(copies.mark())\n", ""),
+        (
+            "a stage is filled before its copy has ended",
+            "            copies.hold_engine(stage.free)\n",
+            "            pass\n",
+        ),
+        ("a page is written before it was gathered", "max(gathered.get(page, 0) for _, page in part))", "0)"),
+        ("a plan reads before it writes", "fresh = any(at in moves.out for at, _ in part)", "fresh = False"),
+        ("only single host pages are copied", "if stop < len(held) and held[stop] == held[stop - 1] + 1:", "if stop < len(held):"),
+    ),
+    *bugs(
         "state/sequence_pages.py",
         SEQUENCE_PAGES,
         (

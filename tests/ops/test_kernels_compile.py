@@ -242,6 +242,8 @@ def test_memory_rows_and_sampling(compiled: Compiled) -> None:
     tokens = torch.zeros(3, 8, 128, dtype=BF16)
     triton_kv.kv_write(pages[0], tokens, tokens, places)
     triton_kv.copy_pages(pages, places, places + 3)
+    for gathered in (True, False):
+        triton_kv.move_images(pages, places, pages[:, :3].transpose(0, 1).contiguous(), gathered=gathered)
     triton_kv.move_kv(pages, places, places + 16, places, torch.ones(64))
     triton_kv.last_page_lens(places.clone(), places, torch.arange(4, dtype=torch.int32), 16)
     triton_decode_rows.rotary_angles(places, torch.ones(64), 1.0)
@@ -301,6 +303,8 @@ def test_kernels_over_kv_in_fp8(
     near, tokens = (qkv, q_norm, k_norm, cos, sin, pages[0]), torch.zeros(rows, kv_heads, head_dim, dtype=dtype)
     triton_kv.kv_write(pages[0], tokens, tokens, slots)
     triton_kv.copy_pages(pages.view(torch.uint8), slots, slots)
+    for gathered in (True, False):
+        triton_kv.move_images(pages.view(torch.uint8), slots, pages.view(torch.uint8)[:, : len(slots)].transpose(0, 1), gathered=gathered)
     triton_kv.move_kv(pages, slots, slots, slots, torch.ones(head_dim // 2))
     for keep in (False, True):
         triton_rope_attend.write(*near, slots, eps, keep, compiled.pdl)

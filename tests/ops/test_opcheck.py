@@ -22,6 +22,8 @@ def arguments(name):
         "kv_write": (pool(), 1, kv, kv + 1, int32([3, 9, 16])),
         "move_kv": (pool(), int32([3, 9]), int32([16, 12]), int32([-4, 1000]), torch.rand(4)),
         "copy_pages": (pool(), int32([0, 3]), int32([2, 1])),
+        "gather_pages": (pool(), int32([0, 3]), pool()[:, :2].transpose(0, 1).contiguous()),
+        "scatter_pages": (pool(), int32([0, 3]), pool()[:, :2].transpose(0, 1).contiguous()),
         "paged_prefill": (q, pool(), 1, tables, seq_lens, int32([0, 2, 3]), 0.3, 0),
         "paged_decode": (q[:2], pool(), 1, tables, seq_lens, 0.3, 0),
         "norm_linear": (*linear_problem(3, 8, 16, False, True, True, torch.float32), (4, 2, 0)),
@@ -58,6 +60,7 @@ def arguments(name):
 @pytest.mark.parametrize(
     "name",
     ["kv_write", "copy_pages", "move_kv", "paged_prefill", "paged_decode", "norm_linear", "linear_add_norm", "rope_attend", "rope_write",
+     "gather_pages", "scatter_pages",
      "rotary_angles", "next_places", "highest", "least_kept", "penalised", "adjusted", "token_logprobs",
      "paged_prefill, limited", "paged_decode, limited", "rope_attend, limited",
      "norm_linear, gelu", "linear_add_norm, normed", "norm_add", "norm_add, alone", "capped_logits"],

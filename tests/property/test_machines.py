@@ -15,6 +15,7 @@ from nanovllm.testing.machines.chunks import ChunkMachine, ModelChunkMachine
 from nanovllm.testing.machines.engine import EngineMachine
 from nanovllm.testing.machines.failures import FailureMachine
 from nanovllm.testing.machines.frames import FrameMachine
+from nanovllm.testing.machines.host_memory import HostMemoryMachine
 from nanovllm.testing.machines.pages import PageMachine
 from nanovllm.testing.machines.prefix import PrefixMachine
 from nanovllm.testing.machines.run_ahead import AheadMachine
@@ -111,6 +112,18 @@ class Fp8Cascade(CascadeMachine):
     world = SymbolicWorld(kv_dtype="fp8")
 
 
+class Fp8HostMemory(HostMemoryMachine):
+    """KV in FP8 goes to host memory with its scales."""
+
+    world = SymbolicWorld(kv_dtype="fp8")
+
+
+class RealHostMemory(HostMemoryMachine):
+    """A real model whose KV comes back from host memory, against uncached forwards."""
+
+    world = RealLlama.world
+
+
 class RealFp8(EngineMachine):
     """A real model over KV in FP8, against a forward pass of all tokens over KV in FP8. One rounding that differs is within the bound."""
 
@@ -132,6 +145,9 @@ class RealFp8(EngineMachine):
         (RealLlama, 3, 40),
         (AheadMachine, 5, 50),
         (FailureMachine, 5, 50),
+        (HostMemoryMachine, 25, 50),
+        (Fp8HostMemory, 6, 50),
+        (RealHostMemory, 2, 40),
         (CascadeMachine, 3, 50),
         (CascadeChunkMachine, 6, 30),
         (SharedPages, 2, 40),

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from nanovllm.engine.draft import Draft, id_of, missing_pages, turn_of
+from nanovllm.engine.host_pages import load
 from nanovllm.engine.preemption import make_room, num_freed
 from nanovllm.engine.prompt_pages import fitting
 from nanovllm.engine.prompt_room import PromptRoom
@@ -171,6 +172,8 @@ def admit(draft: Draft, room: PromptRoom) -> tuple[Sequence, int] | None:
     draft.waiting = draft.waiting.pop(id_of(sequence))
     matched, retired = reusable(draft, sequence)
     draft.pool, sequence = begun(draft.pool, sequence, matched, retired, draft.config.page_size)
+    if draft.pool.host is not None:
+        sequence = load(draft, sequence, len(matched))
     reused = min(sequence.num_filled, sequence.tokens.length - 1)  # the last token runs for its logits even if it is filled
     draft.num_reused += max(0, reused - sequence.most_filled)
     cached = sequence.num_cached if sequence.most_filled else reused

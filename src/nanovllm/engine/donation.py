@@ -67,7 +67,12 @@ def enter(state: EngineState, model: Model | None = None) -> EngineState:
     if model is not None and model_key(model) != lease.model:
         raise InvalidRequestError(f"model {model.name!r} is not the model of this state: pass the model that init_state was given")
     # The lease stays dirty until a call commits, because the next call must find the same losses if this one fails.
-    return forgotten(state, lease.lost) if lease.dirty else state
+    return without_host_pages(forgotten(state, lease.lost), lease.lost_host) if lease.dirty else state
+
+
+def without_host_pages(state: EngineState, lost: frozenset[int]) -> EngineState:
+    """The state without trust in some pages of host memory, which a failed call wrote."""
+    return replace(state, pool=pools.forget_host(state.pool, lost)) if lost else state
 
 
 def forgotten(state: EngineState, lost: frozenset[int]) -> EngineState:
@@ -155,7 +160,7 @@ def guarded(state: EngineState) -> Iterator[Taken]:
     try:
         yield taken
     except BaseException as error:
-        lease.lose(overwritten(state.pool, taken.pages, taken.frames))
+        lease.lose(overwritten(state.pool, taken.pages, taken.frames), taken.host_pages)
         if (cause := fatal(error)) is not None:
             raise lease.kill(cause) from error
         if not isinstance(error, NanoVLLMError) and out_of_memory(error):

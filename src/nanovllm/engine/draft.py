@@ -7,6 +7,7 @@ import numpy as np
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.plan import Plan
+from nanovllm.state import offload
 from nanovllm.state import pool as pools
 from nanovllm.state.kv_cache import pages_for
 from nanovllm.state.pages import require_writable
@@ -41,7 +42,8 @@ class Draft:
     """A plan under construction: mutable, and used only inside `schedule` and `steady`."""
 
     def __init__(self, pool: Pool, running: list[Sequence], waiting: Queue, config: EngineConfig, expected_reply: int):
-        self.pool, self.running, self.waiting = pool, running, waiting
+        self.pool = pool if pool.host is None else replace(pool, host=offload.planning(pool.host))
+        self.running, self.waiting = running, waiting
         self.config, self.expected_reply = config, expected_reply
         self.taken = Taken()
         self.copies: dict[int, list[tuple[int, int]]] = {}
@@ -104,6 +106,8 @@ class Draft:
         copies = tuple(pair for pairs in self.copies.values() for pair in pairs)
         frame_copies = frames_of_copies(self.pool, copies)
         pool, size = pools.release(self.pool, self.sources), self.config.page_size
+        host, moves = (None, None) if pool.host is None else offload.settled(pool.host)
+        pool = pool if host is None else replace(pool, host=host)
         decode = tuple([s for s in self.running if id_of(s) in chosen])
         by_id = {id_of(s): s for s in self.running} if prefill else {}
         prompts = tuple((by_id[rid], count) for rid, count in prefill.items() if rid in by_id)
@@ -122,4 +126,5 @@ class Draft:
             grew=self.grew,
             num_preempted=self.num_preempted,
             num_reused=self.num_reused,
+            moves=moves,
         )

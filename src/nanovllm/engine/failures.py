@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 from immutables import Map
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.donation import forgotten, overwritten
+from nanovllm.engine.donation import forgotten, overwritten, without_host_pages
 from nanovllm.engine.output import draw_token, reply_text, result
 from nanovllm.engine.plan import Plan
 from nanovllm.errors import NanoVLLMError, OutOfPagesError, RequestFailedError
@@ -98,7 +98,9 @@ def recovered(model: Model, state: EngineState, error: Exception, attempt: Attem
         return None
     as_value(error)
     now, lost = time.perf_counter(), frozenset() if plan is None else overwritten(state.pool, plan.allocated, plan.frames)
-    state, outputs = replace(forgotten(state, lost), token_budget=budget, stats=stats), []
+    lost_host = frozenset(() if plan is None or plan.moves is None else plan.moves.out)
+    state = without_host_pages(forgotten(state, lost), lost_host)
+    state, outputs = replace(state, token_budget=budget, stats=stats), []
     for rid in map(_id, failed):
         waiting, running = state.waiting, tuple(state.running)
         sequence = waiting.items.get(rid) or next(s for s in running if _id(s) == rid)

@@ -10,6 +10,7 @@ import torch
 
 from nanovllm.config import EngineConfig, Mesh, loaded_for_short
 from nanovllm.engine.donation import model_key, require_model
+from nanovllm.engine.host_memory import add_host_memory, require_host_kv, stage_bytes
 from nanovllm.engine.prefill_rate import bounded, require_step_ms
 from nanovllm.errors import InvalidRequestError, OutOfPagesError
 from nanovllm.executor.build_executor import alike, build_executor, checked_choice, compares, first_start, step_bytes_needed, tuned_cuts
@@ -47,6 +48,7 @@ def init_state(
     tuning: bool | str | os.PathLike[str] | None = None,
     progress: bool | None = None,
     kv_dtype: Literal["fp8"] | None = None,
+    host_kv_gib: int | float = 0,
     mesh: Mesh | None = None,
 ) -> EngineState:
     """Create an empty engine for a model: its KV memory, its prefix index and the kernels of its steps.
@@ -85,6 +87,9 @@ def init_state(
         progress: Whether to draw progress bars. None: only on a terminal.
         kv_dtype: "fp8": keys and values as codes of 8 bits (e4m3), with a scale for each token and head, in about half of the memory.
             Results differ from those of unrounded KV. None: the dtype of the model.
+        host_kv_gib: GiB of host memory for KV that would be lost when its pages are needed for other requests. Later requests with the
+            same prefix copy it back, where that is faster than running the tokens; the engine measures both at its start. 0: none. Models
+            with sliding-window layers and models on several ranks cannot have any.
         mesh: The ranks that share the model, as given to `load_model`, for a program that wants to be sure. None: those of the model.
 
     Returns:
@@ -150,6 +155,7 @@ def init_state(
         kv_dtype=kv_dtype,
     )
     require_kv_dtype(config, kv_dtype, model.device)
+    num_host_pages = require_host_kv(model, host_kv_gib, limits)
     dtype = stored_dtype(limits, model.dtype)
     if max_model_len > config.max_position_embeddings:
         more = "; pass max_model_len to load_model for longer requests" if loaded_for_short(config) else ""
@@ -162,6 +168,7 @@ def init_state(
         choice, cuts = alike(model, *checked_choice(model, limits, cuts, tuning))
     if num_pages is None:
         needed, cuts = step_bytes_needed(model, limits, compile, choice, cuts, tuning)
+        needed += stage_bytes(model, num_host_pages)
         (budget,) = least(config.mesh, [device_budget(model, memory_fraction) - needed])
     num_pages, frames = pool_sizes(config, limits, num_pages, num_frames, budget, dtype)
     limits = replace(limits, num_pages=num_pages, num_frames=frames)
@@ -179,6 +186,9 @@ def init_state(
     pool = init_pool(num_pages, page_size, init_frames(frames, num_pages, **windows) if frames else None)
     if max_step_ms is not None and not isinf(max_step_ms):
         limits, kv = bounded(model, limits, executor, kv, pool, float(max_step_ms))
+    if num_host_pages:
+        runtime.host, host, kv = add_host_memory(model, limits, executor, kv, pool, num_host_pages)
+        pool = replace(pool, host=host)
     return EngineState(config=limits, kv=kv, pool=pool, runtime=runtime)
 
 

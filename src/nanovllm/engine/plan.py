@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from nanovllm.state.offload import Moves
 from nanovllm.state.pool import Pool
 from nanovllm.state.request import Queue, Sequence
 
@@ -24,6 +25,7 @@ class Plan:
         grew: Whether a decoding sequence has new pages.
         num_preempted: Sequences that this plan preempts.
         num_reused: Tokens of admitted sequences whose KV is already filled.
+        moves: Copies to and from host memory, before all else. None: the engine uses no host memory.
     """
 
     pool: Pool
@@ -39,6 +41,7 @@ class Plan:
     grew: bool
     num_preempted: int
     num_reused: int
+    moves: Moves | None = None
 
     @property
     def only_decodes(self) -> bool:

@@ -83,6 +83,25 @@ def bounded(
     return replace(limits, max_prefill_tokens=max(LEAST, tokens), context_doubling=doubling), kv
 
 
+@torch.no_grad()
+def tokens_per_second(
+    model: Model, limits: EngineConfig, executor: Executor, kv: KVState, pool: Pool, num_tokens: int
+) -> tuple[float, KVState]:
+    """Donates `kv`. How many tokens of a prompt run per second, measured with `num_tokens` or as many as fit, and the KV memory.
+
+    What is written is in free pages. If not even these tokens fit into the device's memory, prompts count as slow.
+    """
+    longest = min(limits.max_model_len, pool.num_available * limits.page_size) - 1
+    count = min(num_tokens, limits.max_num_batched_tokens, longest)
+    if count < 1:
+        return 1.0, kv
+    try:
+        took, kv = _milliseconds(model, executor, kv, pool, 0, count)
+    except torch.OutOfMemoryError:
+        return 1.0, kv
+    return 1e3 * count / took, kv
+
+
 def _doubling(took: float, longer: float, context: int) -> int:
     """The tokens of context with which a token takes twice as long as without, given the times of a piece without and with a context."""
     return FAINT if longer <= took else min(FAINT, max(1, math.ceil(context * took / (longer - took))))

@@ -92,7 +92,7 @@ def freeze_if_alone(options: argparse.Namespace) -> None:
 
 def engine_limits(options: argparse.Namespace) -> dict[str, Any]:
     """The options of `add_model_options` as arguments of `init_state`."""
-    names = ("num_pages", "num_frames", "max_model_len", "memory_fraction", "max_step_ms", "tuning", "kv_dtype")
+    names = ("num_pages", "num_frames", "host_kv_gib", "max_model_len", "memory_fraction", "max_step_ms", "tuning", "kv_dtype")
     limits = {name: getattr(options, name) for name in names}
     return {**limits, "compile": False if options.eager else None}
 
@@ -124,6 +124,8 @@ def add_model_options(parser: argparse.ArgumentParser, num_pages: str = POOL) ->
     frames = "pages with KV in sliding-window layers, for models that have such layers (default: enough for all running requests)"
     group.add_argument("--num-frames", type=int, metavar="N", help=frames)
     add_kv_dtype(group)
+    host = "GiB of host memory for KV whose pages are needed for other requests; it comes back where that is faster (default: 0, none)"
+    group.add_argument("--host-kv-gib", type=float, default=0.0, metavar="X", help=host)
     group.add_argument("--max-model-len", type=int, metavar="N", help="maximum length of prompt and reply in tokens (default: the model's)")
     group.add_argument("--memory-fraction", type=float, default=0.9, metavar="X", help="fraction of a GPU's memory to use (default: 0.9)")
     bound = "about how long a step may take while replies go on, in milliseconds; longer prompts run in pieces"

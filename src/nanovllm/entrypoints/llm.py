@@ -83,6 +83,7 @@ class LLM:
         quantize_head: bool = False,
         fp8_activations: bool = False,
         kv_dtype: Literal["fp8"] | None = None,
+        host_kv_gib: int | float = 0,
         tensor_parallel_size: int = 1,
         devices: Seq[torch.device | str] | None = None,
         rank_timeout: int | float = 60.0,
@@ -117,6 +118,7 @@ class LLM:
             quantize_head: Whether the output matrix is rounded, too.
             fp8_activations: Whether steps of many tokens with FP8 weights round activations, too, as in `load_model`: faster, less exact.
             kv_dtype: `"fp8"`: keys and values as codes of 8 bits, with a scale for each token and head. None: the model's dtype.
+            host_kv_gib: GiB of host memory for KV whose pages are needed for other requests, as in `init_state`. 0: none.
             tensor_parallel_size: The number of ranks that run the model together, each on a GPU of its own. The others are processes that
                 this one starts. They end with `close`, with the object and its states, or with the program.
             devices: The device of each rank. None: the first GPUs that torch sees, or the CPU for all if `device` is the CPU.
@@ -151,6 +153,7 @@ class LLM:
             "check": check,
             "tuning": tuning,
             "kv_dtype": kv_dtype,
+            "host_kv_gib": host_kv_gib,
         }
         if isinstance(model, Model) and any(value not in (None, False) for value in (device, dtype, *where.values())):
             raise InvalidRequestError(f"model is already loaded: pass device, dtype, {', '.join(where)} to load_model")

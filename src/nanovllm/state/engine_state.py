@@ -36,6 +36,8 @@ class Stats:
         probed_tokens: Tokens run through the first layers only, to choose which tokens to recompute. No other count includes them.
         preemptions: How many times a running request lost its pages.
         memory_shortages: How many times a step ran out of device memory.
+        offloaded_tokens: Tokens whose KV was copied to host memory.
+        loaded_tokens: Tokens whose KV was copied from host memory. Those of them that a prompt needed are in `reused_tokens` too.
 
     Examples:
         >>> state, chunk = nv.prefill(model, state, "Once upon a time")
@@ -51,6 +53,8 @@ class Stats:
     probed_tokens: int = 0
     preemptions: int = 0
     memory_shortages: int = 0
+    offloaded_tokens: int = 0
+    loaded_tokens: int = 0
 
     def add(self, **more: int) -> "Stats":
         """Return the counts with some of them increased.

@@ -15,6 +15,7 @@ import numpy as np
 from nanovllm.errors import BrokenInvariantError, InvalidRequestError
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.kv_cache import pages_for
+from nanovllm.state.offload import HostPages
 from nanovllm.state.pages import PageState, free_pages
 from nanovllm.state.pool import Pool
 from nanovllm.state.prefix_cache import ROOT, PrefixIndex, match
@@ -39,6 +40,7 @@ INVARIANTS: Mapping[int, str] = MappingProxyType(
         13: "Requests run in order of rank, then of arrival, at most `max_num_seqs` of them, and no request both runs and waits.",
         14: "A chunk fits its pages, and its label is exact if and only if all its tokens are exact.",
         15: "Only the newest state of an engine can be used; a state that an earlier call donated is refused.",
+        16: "A page of host memory is found by one prefix at most, and holds the KV with which the last page of this prefix was filled.",
     }
 )
 
@@ -63,6 +65,8 @@ NUMBERS: Mapping[str, int] = MappingProxyType(
         "chunk": 14,
         "provenance": 14,
         "lease": 15,
+        "host pages": 16,
+        "host order": 16,
     }
 )
 
@@ -160,6 +164,8 @@ def check_pool(pool: Pool, owners: Counter[int], needs: Counter[int] | None = No
         _require(idle == alone, "idle pages", f"page {page} is {'idle' if idle else 'not idle'} and has {pool.pages.refcount(page)} owners")
     if pool.frames is not None:
         _check_frames(pool.frames, pool.pages, owners if needs is None else needs)
+    if pool.host is not None:
+        check_host(pool.host)
 
 
 def _check_frames(frames: Frames, pages: PageState, needed: Counter[int]) -> None:
@@ -183,6 +189,24 @@ def _check_frames(frames: Frames, pages: PageState, needed: Counter[int]) -> Non
     _require(
         all(oldest <= time < now for time in frames.spare.groups), "spare frames", f"some became spare outside the times {oldest} ... {now}"
     )
+
+
+def check_host(host: HostPages) -> None:
+    """Check the invariants of host memory that can be read off its values, between two calls."""
+    _require(host.moves is None, "host pages", "the copies of a plan were not made")
+    by_key, key_of = dict(host.by_key), dict(host.key_of)
+    _require(len(by_key) == len(key_of), "host pages", f"{len(by_key)} prefixes lead to {len(key_of)} host pages")
+    wrong = [at for key, at in by_key.items() if key_of.get(at) != key]
+    _require(not wrong, "host pages", f"host pages {wrong[:8]} are found by a prefix that is not theirs")
+    _check_pages(host.used, Counter(list(key_of)))
+    listed, ages = host.ages.pages(), host.ages
+    _require(len(listed) == len(set(listed)) == ages.count, "host order", f"{ages.count} host pages counted, {listed[:8]} listed")
+    _require(
+        set(listed) == set(key_of), "host order", f"host pages {sorted(set(listed) ^ set(key_of))[:8]} are used or replaceable, not both"
+    )
+    since = set(np.flatnonzero(ages.since.copy() >= 0).tolist())
+    _require(since == set(listed), "host order", "the groups and the times of their host pages disagree")
+    _require(all(ages.oldest <= time < ages.now for time in ages.groups), "host order", f"a time is not in {ages.oldest} ... {ages.now}")
 
 
 def vars_of(value: object) -> list[int]:

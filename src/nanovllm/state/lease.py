@@ -47,6 +47,7 @@ class Lease:
         epoch: The epoch of the newest state.
         lost: Pages that a failed call wrote although an older value still relies on their contents. The next call drops them from the
             index.
+        lost_host: Pages of host memory that a failed call wrote.
         dirty: Whether a failed call may have advanced the decode carry.
         dead: The error that broke the device, or None.
         remedy: What to do then.
@@ -59,6 +60,7 @@ class Lease:
     engine: str = field(default_factory=lambda: uuid4().hex)
     epoch: int = 0
     lost: frozenset[int] = frozenset()
+    lost_host: frozenset[int] = frozenset()
     dirty: bool = False
     dead: str | None = None
     remedy: str = "start a new process"
@@ -88,7 +90,7 @@ class Lease:
         with self._lock:
             self._require(epoch)
             self.epoch += 1
-            self.lost, self.dirty = frozenset(), False
+            self.lost, self.lost_host, self.dirty = frozenset(), frozenset(), False
             return self.epoch
 
     def kill(self, cause: str, remedy: str = "") -> EngineDeadError:
@@ -116,10 +118,10 @@ class Lease:
                 f"this state is {age} call{'s' * (age != 1)} old, and its memory was donated to a later call; use the state it returned"
             )
 
-    def lose(self, pages: Iterable[int]) -> None:
-        """Note that a failed call wrote these pages, and may have advanced the decode carry."""
+    def lose(self, pages: Iterable[int], host_pages: Iterable[int] = ()) -> None:
+        """Note that a failed call wrote these pages, and pages of host memory, and may have advanced the decode carry."""
         with self._lock:
-            self.lost, self.dirty = self.lost.union(pages), True
+            self.lost, self.lost_host, self.dirty = self.lost.union(pages), self.lost_host.union(host_pages), True
             self._failed += 1
             self._seen[threading.get_ident()] = self._failed
 

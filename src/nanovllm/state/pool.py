@@ -1,30 +1,42 @@
-"""The page pool: `PageState`, `PrefixIndex` and, for layers with a sliding window, `Frames` together.
+"""The page pool: `PageState`, `PrefixIndex` and, for layers with a sliding window, `Frames` together; and pages in host memory, if any.
 
 A page that only the index owns counts as available, and so does a frame that nobody needs. The index owns pages, but needs no frames.
+While a step is planned, the KV of evicted pages goes to host memory (`offload.py`). Other calls evict pages without keeping their KV.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from nanovllm.errors import BrokenInvariantError, OutOfPagesError
+from nanovllm.state import offload
 from nanovllm.state import pages as page_ops
 from nanovllm.state import prefix_cache as prefix_ops
 from nanovllm.state import window_frames as frame_ops
+from nanovllm.state.offload import HostPages
 from nanovllm.state.pages import PageState, init_pages
 from nanovllm.state.prefix_cache import ROOT, PrefixIndex, init_prefix
+from nanovllm.state.prefix_keys import keys_of
 from nanovllm.state.vector import Ints, as_array
 from nanovllm.state.window_frames import Frames, num_retired
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pool:
-    """The owners of the pages, the index of reusable pages, and the frames of layers with a sliding window (None: no layer has one)."""
+    """The owners of the pages, and what finds them.
+
+    Attributes:
+        pages: The owners of the pages.
+        prefix: The index of reusable pages.
+        frames: The frames of layers with a sliding window. None: no layer has one.
+        host: The pages in host memory. None: no host memory is used.
+    """
 
     pages: PageState
     prefix: PrefixIndex
     frames: Frames | None = None
+    host: HostPages | None = None
 
     @property
     def num_available(self) -> int:
@@ -50,10 +62,11 @@ class Pool:
 
 @dataclass(slots=True)
 class Taken:
-    """The pages that a call takes before it writes, and their frames."""
+    """The pages that a call takes before it writes, their frames, and the pages of host memory that it writes."""
 
     pages: list[int] = field(default_factory=list)
     frames: list[int] = field(default_factory=list)
+    host_pages: list[int] = field(default_factory=list)
 
     def note(self, pool: Pool, fresh: Ints) -> None:
         """Add pages that this pool has just handed out."""
@@ -71,26 +84,28 @@ def too_few(pool: Pool, what: str) -> OutOfPagesError:
     return OutOfPagesError(f"{what}; {available}: release chunks, cancel requests, abandon sessions, or make the pool larger")
 
 
-def init_pool(num_pages: int, page_size: int, frames: Frames | None = None) -> Pool:
+def init_pool(num_pages: int, page_size: int, frames: Frames | None = None, host: HostPages | None = None) -> Pool:
     """A pool of free pages, and an empty index."""
-    return Pool(pages=init_pages(num_pages), prefix=init_prefix(num_pages, page_size), frames=frames)
+    return Pool(pages=init_pages(num_pages), prefix=init_prefix(num_pages, page_size), frames=frames, host=host)
 
 
 def allocate(pool: Pool, count: int) -> tuple[Pool, tuple[int, ...]] | None:
     """Take `count` pages, and a frame for each, evicting idle pages if needed. Returns None, and changes nothing, if there are too few."""
     if count > pool.num_available:
         return None
-    pages, prefix, frames = pool.pages, pool.prefix, pool.frames
+    pages, prefix, frames, host = pool.pages, pool.prefix, pool.frames, pool.host
     if count > pages.num_free:
         prefix, evicted = prefix_ops.evict(prefix, count - pages.num_free)
         pages, given, left = page_ops.give_back(pages, evicted)
         frames = frames and frame_ops.vacate(frames, given[left == 0])
+        if host is not None and host.moves is not None:
+            host = offload.keep(host, given[left == 0], keys_of(pool.prefix, given[left == 0]))
     taken = page_ops.allocate(pages, count)
     if taken is None:
         raise BrokenInvariantError(f"{count} pages were promised, {pages.num_free} are free")
     if frames is not None and count:
         frames = frame_ops.give(frames, np.array(taken[1], np.int32))
-    return Pool(pages=taken[0], prefix=prefix, frames=frames), taken[1]
+    return Pool(pages=taken[0], prefix=prefix, frames=frames, host=host), taken[1]
 
 
 def acquire(pool: Pool, held: Ints, retired: int = 0) -> Pool:
@@ -99,7 +114,8 @@ def acquire(pool: Pool, held: Ints, retired: int = 0) -> Pool:
     if not len(held):
         return pool
     pages, prefix = page_ops.retain(pool.pages, held), prefix_ops.set_busy(pool.prefix, held)
-    return Pool(pages=pages, prefix=prefix, frames=pool.frames and frame_ops.need(pool.frames, held[retired:]))
+    frames = pool.frames and frame_ops.need(pool.frames, held[retired:])
+    return Pool(pages=pages, prefix=prefix, frames=frames, host=pool.host)
 
 
 def release(pool: Pool, held: Ints, retired: int = 0) -> Pool:
@@ -116,12 +132,13 @@ def release(pool: Pool, held: Ints, retired: int = 0) -> Pool:
     frames = pool.frames
     if frames is not None:
         frames = frame_ops.vacate(frame_ops.retire(frames, held[retired:][::-1]), given[left == 0])
-    return Pool(pages=pages, prefix=prefix_ops.set_idle(pool.prefix, idle), frames=frames)
+    return Pool(pages=pages, prefix=prefix_ops.set_idle(pool.prefix, idle), frames=frames, host=pool.host)
 
 
 def retire(pool: Pool, pages: Ints) -> Pool:
     """Note that an owner of each of these pages no longer needs its frame."""
-    return Pool(pages=pool.pages, prefix=pool.prefix, frames=pool.frames and frame_ops.retire(pool.frames, pages))
+    frames = pool.frames and frame_ops.retire(pool.frames, pages)
+    return Pool(pages=pool.pages, prefix=pool.prefix, frames=frames, host=pool.host)
 
 
 def match(pool: Pool, tokens: np.ndarray, namespace: int = 0) -> np.ndarray:
@@ -163,7 +180,9 @@ def insert(pool: Pool, tokens: np.ndarray, held: np.ndarray, namespace: int = 0)
     if pool.frames is not None:
         pool = _made_way(pool, pool.frames, tokens, held, namespace)
     prefix, added = prefix_ops.insert(pool.prefix, tokens, held, ROOT - namespace)
-    return Pool(pages=page_ops.retain(pool.pages, added), prefix=prefix, frames=pool.frames) if len(added) else pool
+    if not len(added):
+        return pool
+    return Pool(pages=page_ops.retain(pool.pages, added), prefix=prefix, frames=pool.frames, host=pool.host)
 
 
 def insert_each(pool: Pool, entries: Iterable[tuple[np.ndarray, np.ndarray, int]]) -> Pool:
@@ -173,7 +192,12 @@ def insert_each(pool: Pool, entries: Iterable[tuple[np.ndarray, np.ndarray, int]
         prefix, added = prefix_ops.insert(prefix, tokens, held, ROOT - namespace)
         every.append(added)
     added = np.concatenate(every)
-    return Pool(pages=page_ops.retain(pool.pages, added), prefix=prefix) if len(added) else pool
+    return Pool(pages=page_ops.retain(pool.pages, added), prefix=prefix, host=pool.host) if len(added) else pool
+
+
+def forget_host(pool: Pool, lost: frozenset[int]) -> Pool:
+    """Take pages of host memory whose content was lost out of what requests can find."""
+    return pool if pool.host is None or not lost else replace(pool, host=offload.forget(pool.host, lost))
 
 
 def forget(pool: Pool, lost: frozenset[int]) -> Pool:
@@ -184,16 +208,16 @@ def forget(pool: Pool, lost: frozenset[int]) -> Pool:
     prefix, dropped = prefix_ops.forget(pool.prefix, lost)
     pages, given, left = page_ops.give_back(pool.pages, dropped)
     if pool.frames is None:
-        return Pool(pages=pages, prefix=prefix)
+        return Pool(pages=pages, prefix=prefix, host=pool.host)
     frames = frame_ops.vacate(pool.frames, given[left == 0])
-    return Pool(pages=pages, prefix=prefix, frames=frame_ops.vacate(frames, as_array(sorted(lost))))
+    return Pool(pages=pages, prefix=prefix, frames=frame_ops.vacate(frames, as_array(sorted(lost))), host=pool.host)
 
 
 def withdraw(pool: Pool, unfilled: frozenset[int]) -> Pool:
     """Take pages that are not filled yet out of the index. They have other owners, and keep their frames."""
     prefix, dropped = prefix_ops.forget(pool.prefix, unfilled)
     pages, _, _ = page_ops.give_back(pool.pages, dropped)
-    return Pool(pages=pages, prefix=prefix, frames=pool.frames)
+    return Pool(pages=pages, prefix=prefix, frames=pool.frames, host=pool.host)
 
 
 def _made_way(pool: Pool, frames: Frames, tokens: np.ndarray, held: np.ndarray, namespace: int) -> Pool:
@@ -205,4 +229,4 @@ def _made_way(pool: Pool, frames: Frames, tokens: np.ndarray, held: np.ndarray, 
         return pool
     prefix = prefix_ops.swap(pool.prefix, old, new)
     pages, given, left = page_ops.give_back(page_ops.retain(pool.pages, new), old)
-    return Pool(pages=pages, prefix=prefix, frames=frame_ops.vacate(frames, given[left == 0]))
+    return Pool(pages=pages, prefix=prefix, frames=frame_ops.vacate(frames, given[left == 0]), host=pool.host)

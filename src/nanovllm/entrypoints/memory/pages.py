@@ -134,6 +134,8 @@ class PageFigures:
         idle: The idle pages.
         num_indexed: Pages that the prefix index can find, with and without owners.
         frames: The frames, if the model has sliding-window layers.
+        num_host_pages: Pages of host memory.
+        num_host_used: Pages of host memory that have KV.
     """
 
     page_size: int
@@ -144,6 +146,8 @@ class PageFigures:
     idle: frozenset[int]
     num_indexed: int
     frames: FrameReport | None = None
+    num_host_pages: int = 0
+    num_host_used: int = 0
 
     @property
     def num_pages(self) -> int:

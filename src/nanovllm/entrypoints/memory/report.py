@@ -33,6 +33,8 @@ class MemoryReport(PageFigures):
         idle: The pages that only the prefix index holds.
         num_indexed: Pages that the prefix index can find, with and without owners.
         frames: The frames, if the model has sliding-window layers.
+        num_host_pages: Pages of host memory; 0 without the option `host_kv_gib`.
+        num_host_used: Pages of host memory that have KV.
 
     Examples:
         >>> state, facts = nv.prefill(model, state, "The king of Aistonia is Oswin.")
@@ -130,6 +132,8 @@ def memory(state: EngineState, *, names: Mapping[str, Chunk | int] | None = None
         idle=frozenset(index.idle_pages()),
         num_indexed=len(index.pages()),
         frames=_frames(state, sum(map(bool, page_owners))),
+        num_host_pages=0 if (host := state.pool.host) is None else host.num_pages,
+        num_host_used=0 if host is None else len(host.key_of),
     )
 
 

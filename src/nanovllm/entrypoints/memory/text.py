@@ -144,6 +144,9 @@ def figures(report: PageFigures) -> list[str]:
     saved = f"{report.num_saved:,} of {_count(report.num_references, 'page')} saved ({report.saved_share:.2%})"
     held, wanted = (size(count * report.page_bytes) for count in (report.num_held, report.num_references))
     lines = [used, f"{report.num_shared:,} shared; {saved}: {held} held instead of {wanted}, {size(report.page_bytes)} per page"]
+    if report.num_host_pages:
+        host = f"{report.num_host_used:,} of {_count(report.num_host_pages, 'page')} of host memory used"
+        lines.append(f"{host} ({size(report.num_host_used * report.page_bytes)})")
     if (frames := report.frames) is not None:
         what = f"{_count(frames.num_frames, 'frame')} for layers with windows, {size(frames.frame_bytes)} each"
         use = f"{frames.num_needed:,} needed, {frames.num_spare:,} spare, {frames.num_free:,} free"

@@ -190,6 +190,8 @@ class EngineMetrics:
             "rerun_tokens": stats.rerun_tokens,
             "preemptions": stats.preemptions,
             "memory_shortages": stats.memory_shortages,
+            "offloaded_tokens": stats.offloaded_tokens,
+            "loaded_tokens": stats.loaded_tokens,
             "steps": state.num_steps,
             "finished": dict(self.finished),
             "histograms": {name: (one.counts.tolist(), one.sum) for name, one in self.histograms.items()},

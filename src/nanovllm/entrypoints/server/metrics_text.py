@@ -39,6 +39,8 @@ SPECS = (
     Spec("counter", "rerun_tokens", "rerun_tokens", None, "Tokens that were run again after a preemption."),
     Spec("counter", "preemptions", "preemptions", "num_preemptions", "How often a running request lost its pages."),
     Spec("counter", "memory_shortages", "memory_shortages", None, "How often a step ran out of device memory."),
+    Spec("counter", "offloaded_tokens", "offloaded_tokens", None, "Tokens whose KV was copied to host memory."),
+    Spec("counter", "loaded_tokens", "loaded_tokens", None, "Tokens whose KV was copied from host memory."),
     Spec("counter", "steps", "steps", None, "Steps of the engine."),
     Spec("histogram", "time_to_first_token", "time_to_first_token_seconds", "time_to_first_token_seconds",
          "Seconds from a request's arrival at the engine to its first token."),

@@ -60,6 +60,20 @@ def _copy_pages(pages, src, dst, layer_stride, page_size_in_elements, BLOCK: tl.
 
 
 @triton.jit
+def _move_images(pages, ids, images, layer_stride, page_size_in_elements, GATHERED: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (image, layer, block) copies one block of one page in one layer to its image, or back."""
+    n, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    i = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    ok = i < page_size_in_elements
+    page = pages + layer * layer_stride + tl.load(ids + n).to(tl.int64) * page_size_in_elements + i
+    image = images + (n * tl.num_programs(1) + layer) * page_size_in_elements + i
+    if GATHERED:
+        tl.store(image, tl.load(page, mask=ok), mask=ok)
+    else:
+        tl.store(page, tl.load(image, mask=ok), mask=ok)
+
+
+@triton.jit
 def _move_kv(
     pages, src, dst, shift, inv_freq, num_tokens, layer_stride, page_stride, S: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr,
     HB: tl.constexpr, T: tl.constexpr,
@@ -158,6 +172,18 @@ def copy_pages(pages: Tensor, src: Int32[Tensor, "n"], dst: Int32[Tensor, "n"]) 
     launch: Any = _copy_pages
     with torch.cuda.device_of(pages):
         launch[(src.shape[0], pages.shape[0], triton.cdiv(elements, block))](pages, src, dst, pages.stride(0), elements, block)
+
+
+def move_images(pages: Tensor, ids: Int32[Tensor, "n"], images: Tensor, *, gathered: bool) -> None:
+    """Copy pages of all layers to contiguous images, or back, in one launch and without temporary memory."""
+    if ids.shape[0] == 0:
+        return
+    elements = pages.stride(1)
+    block = min(4096, triton.next_power_of_2(elements))
+    launch: Any = _move_images
+    with torch.cuda.device_of(pages):
+        grid = (ids.shape[0], pages.shape[0], triton.cdiv(elements, block))
+        launch[grid](pages, ids, images, pages.stride(0), elements, gathered, block)
 
 
 def move_kv(

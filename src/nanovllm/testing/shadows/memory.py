@@ -9,6 +9,7 @@ import numpy as np
 from nanovllm.errors import BrokenInvariantError
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.invariants import broken
+from nanovllm.state.offload import HostPages
 from nanovllm.state.pages import PageState, free_pages
 from nanovllm.state.pool import Pool
 from nanovllm.state.prefix_cache import ROOT, PrefixIndex
@@ -51,7 +52,11 @@ def freeze(value: Any) -> Any:
             maps = (frozenset(value.heads.items()), runs, idle, *(tuple(a.copy().tolist()) for a in arrays))
             return (*maps, value.num_idle, value.oldest, value.now)
         case Pool():
-            return freeze(value.pages), freeze(value.prefix), value.frames and freeze(value.frames)
+            return freeze(value.pages), freeze(value.prefix), value.frames and freeze(value.frames), value.host and freeze(value.host)
+        case HostPages():
+            ages = tuple(value.ages.pages()), tuple(value.ages.since.copy().tolist())
+            moves = value.moves and (frozenset(value.moves.out.items()), value.moves.into)
+            return freeze(value.used), frozenset(value.by_key.items()), frozenset(value.key_of.items()), ages, moves
         case Frames():
             spare = value.spare
             arrays = tuple(tuple(a.copy().tolist()) for a in (value.frame_of, value.needs, spare.since))

@@ -1,0 +1,152 @@
+"""Measure the time to the first token of a long prompt, and of users who come back, with KV in host memory and without.
+
+    python benchmarks/kv_tiers.py --model qwen3-8b --prompt 16384 --host-kv-gib 32 --output benchmarks/results/kv-tiers.json
+    python benchmarks/kv_tiers.py --model tiny --device cpu --prompt 1024 --users 6 --history 256 --visits 24 --host-kv-gib 1
+
+`first_token_ms` is about one prompt of `--prompt` tokens, alone on an engine whose pages hold it and half of another one. Each number is
+the median of `--repeats` times in milliseconds:
+
+- `cold`: the prompt is new, and all of it runs;
+- `device`: it came right before, and its pages are on the device;
+- `host`: other prompts have pushed its pages out since, and they are loaded from host memory;
+- `lost`: the same without host memory, so it runs again;
+- `pushing`: a new prompt whose pages push others out to host memory.
+
+`users` is about `--users` users with histories of `--history` tokens. `--visits` times one of them, drawn at random, comes back with
+`--turn` new tokens and gets a reply of `--reply` tokens, which both become part of the history. The pages of the device hold a quarter of
+all histories. There are the milliseconds to the first token, the seconds of all visits, and the prompt tokens that ran, that were
+reused and that were loaded.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+
+import nanovllm as nv
+from nanovllm.entrypoints.arguments import positive
+from nanovllm.entrypoints.cli.bench.command import add_model_arguments, find_model
+from nanovllm.entrypoints.cli.bench.environment import record
+from nanovllm.entrypoints.cli.bench.workloads import random_tokens
+from nanovllm.entrypoints.process import freeze
+from nanovllm.state.kv_cache import pages_for
+
+PAGE = 16
+SIZES = ("prompt", "repeats", "users", "history", "turn", "reply", "visits")
+
+
+def served(model: nv.Model, state: nv.EngineState, tokens: list[int], reply: int = 1) -> tuple[nv.EngineState, float, list[int]]:
+    """Donates `state`. Run one request to its end. Returns the state, the milliseconds to its first token, and its reply."""
+    start, first, drawn = time.perf_counter(), 0.0, list[int]()
+    state, _ = nv.submit(model, state, tokens, nv.SamplingParams(temperature=0, max_tokens=reply, ignore_eos=True))
+    while state.running or state.waiting:
+        state, outputs = nv.step(model, state)
+        if outputs and not first:
+            first = 1e3 * (time.perf_counter() - start)
+        drawn += [token for out in outputs for token in out.token_ids]
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)  # copies to host memory are not part of the next request's time
+    return state, first, drawn
+
+
+def engine(model: nv.Model, num_tokens: int, longest: int, options: argparse.Namespace, host_kv_gib: float) -> nv.EngineState:
+    """An engine whose pages hold so many tokens, for one request at a time."""
+    return nv.init_state(
+        model, num_pages=pages_for(num_tokens, PAGE) + 1, page_size=PAGE, max_model_len=longest, max_num_seqs=4,
+        kv_dtype=options.kv_dtype, host_kv_gib=host_kv_gib,
+    )  # fmt: skip
+
+
+def first_tokens(model: nv.Model, options: argparse.Namespace) -> dict[str, Any]:
+    """The times to the first token of one long prompt."""
+    random, vocab, length = Random(0), model.config.vocab_size, options.prompt
+    times: dict[str, list[float]] = {name: [] for name in ("cold", "device", "host", "lost", "pushing")}
+    loaded = 0
+    for gib in (options.host_kv_gib, 0.0):
+        state = engine(model, length * 3 // 2, length + PAGE, options, gib)
+        for repeat in range(options.repeats + 1):  # the first is a warm-up
+            prompt, other, third = (random_tokens(random, length, vocab) for _ in range(3))
+            state, cold, expected = served(model, state, prompt)
+            state, device, again = served(model, state, prompt)
+            state, pushing, _ = served(model, state, other)
+            state, _, _ = served(model, state, third)
+            before = state.stats.loaded_tokens
+            state, back, last = served(model, state, prompt)
+            loaded = max(loaded, state.stats.loaded_tokens - before)
+            if model.device.type == "cpu" and not expected == again == last:
+                raise SystemExit(f"the replies differ: {expected}, {again}, {last}")
+            found = {"device": device, "host": back, "pushing": pushing} if gib else {"cold": cold, "lost": back}
+            for name, taken in found.items() if repeat else ():
+                times[name].append(taken)
+        if gib:
+            host = state.pool.host
+            assert host is not None
+            rates = {"tokens_per_second": round(host.rates.tokens_per_second), "bytes_per_second": round(host.rates.bytes_per_second)}
+            told = {"rates": rates, "page_bytes": host.page_bytes, "host_pages": host.num_pages}
+        del state
+    return {name: round(float(np.median(taken)), 2) for name, taken in times.items()} | {"loaded_tokens": loaded, **told}
+
+
+def users(model: nv.Model, options: argparse.Namespace, host_kv_gib: float) -> dict[str, Any]:
+    """The visits of users who come back at random."""
+    random, vocab = Random(1), model.config.vocab_size
+    most = model.config.max_position_embeddings if model.device.type == "cpu" else 1 << 30
+    longest = min(most, options.history + options.visits * (options.turn + options.reply))
+    histories = [random_tokens(random, options.history, vocab) for _ in range(options.users)]
+    room = max(options.users * options.history // 4, longest) + PAGE
+    state, times = engine(model, room, longest, options, host_kv_gib), list[float]()
+    for tokens in histories:
+        state, _, _ = served(model, state, tokens)
+    before, start = state.stats, time.perf_counter()
+    for _ in range(options.visits):
+        who = random.randrange(options.users)
+        tokens = histories[who] + random_tokens(random, options.turn, vocab)
+        if len(tokens) + options.reply > longest:
+            tokens = tokens[: options.history]
+        state, first, drawn = served(model, state, tokens, options.reply)
+        histories[who], times = tokens + drawn, [*times, first]
+    took, after = time.perf_counter() - start, state.stats
+    ran = {name: getattr(after, name) - getattr(before, name) for name in ("prefill_tokens", "reused_tokens", "loaded_tokens")}
+    spread = {f"p{part}": round(float(np.percentile(times, part)), 2) for part in (50, 90, 99)}
+    return {"first_token_ms": {"mean": round(float(np.mean(times)), 2), **spread}, "seconds": round(took, 3), **ran}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_arguments(parser)
+    parser.add_argument("--prompt", type=positive, default=16384, help="tokens of the long prompt (default: %(default)s)")
+    parser.add_argument("--repeats", type=positive, default=5, help="measurements of each kind (default: %(default)s)")
+    parser.add_argument("--users", type=positive, default=16, help="users (default: %(default)s)")
+    parser.add_argument("--history", type=positive, default=8192, help="tokens of each user's history (default: %(default)s)")
+    parser.add_argument("--turn", type=positive, default=64, help="new tokens of a visit (default: %(default)s)")
+    parser.add_argument("--reply", type=positive, default=16, help="tokens of a reply (default: %(default)s)")
+    parser.add_argument("--visits", type=positive, default=64, help="visits of all users together (default: %(default)s)")
+    parser.add_argument("--host-kv-gib", type=float, default=16.0, help="GiB of host memory (default: %(default)s)")
+    parser.add_argument("--kv-dtype", choices=["fp8"], help="the dtype of keys and values (default: the model's)")
+    parser.add_argument("--commit", help="commit to record (default: the commit that git reports)")
+    parser.add_argument("--output", type=Path, help="write the results to this JSON file")
+    options = parser.parse_args(arguments)
+    model, name = find_model(options)
+    freeze()
+    results: dict[str, Any] = {"first_token_ms": first_tokens(model, options)}
+    print("first_token_ms", json.dumps(results["first_token_ms"]), flush=True)
+    results["users"] = {}
+    for way, gib in (("device_only", 0.0), ("host_memory", options.host_kv_gib)):
+        results["users"][way] = users(model, options, gib)
+        print(way, json.dumps(results["users"][way]), flush=True)
+    settings = " ".join(f"--{each} {getattr(options, each)}" for each in SIZES)
+    kv = f" --kv-dtype {options.kv_dtype}" if options.kv_dtype else ""
+    command = f"python benchmarks/kv_tiers.py --model {name} {settings} --host-kv-gib {options.host_kv_gib}{kv}"
+    result = record(model, {"kv_tiers": results}, command, options.commit)
+    if options.output:
+        options.output.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Host memory for evicted pages: whether an engine can have it, and how fast it is compared with running prompts."""
+
+import math
+import reprlib
+import time
+from typing import Any
+
+import torch
+from immutables import Map
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.prefill_rate import tokens_per_second
+from nanovllm.errors import InvalidRequestError
+from nanovllm.executor.executor import Executor
+from nanovllm.executor.kv_offload import NUM_STAGES, STAGE_BYTES, HostMemory
+from nanovllm.models.model import Model
+from nanovllm.state.kv_cache import KVState, bytes_per_page, stored_dtype
+from nanovllm.state.offload import HostPages, Moves, Rates, init_host
+from nanovllm.state.pool import Pool
+
+REPEATS = 3  # of the measured copies, of which the fastest counts: the first one may compile
+PROMPT = {"cuda": 2048, "cpu": 256}  # tokens of the measured prompt
+
+
+def require_host_kv(model: Model, host_kv_gib: Any, limits: EngineConfig) -> int:
+    """The number of host pages for an engine; 0 if it uses no host memory.
+
+    Raises:
+        InvalidRequestError: The size is invalid or less than one page, or the model cannot have host memory.
+    """
+    number = isinstance(host_kv_gib, int | float) and not isinstance(host_kv_gib, bool)
+    if not number or not 0 <= host_kv_gib < math.inf:
+        raise InvalidRequestError(f"host_kv_gib={reprlib.repr(host_kv_gib)} must be a number of GiB of at least 0; 0 uses no host memory")
+    if not host_kv_gib:
+        return 0
+    config = model.config
+    if config.widest_window:
+        raise InvalidRequestError(f"host_kv_gib={host_kv_gib}: {model.name} has sliding-window layers, whose KV cannot go to host memory")
+    if config.mesh is not None:
+        raise InvalidRequestError(f"host_kv_gib={host_kv_gib} with a model on several ranks is not supported: leave one of the two out")
+    page = bytes_per_page(config, page_size=limits.page_size, dtype=stored_dtype(limits, model.dtype))
+    if (count := int(host_kv_gib * 2**30) // page) < 1:
+        raise InvalidRequestError(f"host_kv_gib={host_kv_gib} is less than one page of {page / 2**30:.6f} GiB: make it larger, or 0")
+    return count
+
+
+def stage_bytes(model: Model, num_host_pages: int) -> int:
+    """Bytes of device memory that the copies of an engine need."""
+    return NUM_STAGES * STAGE_BYTES if num_host_pages and model.device.type == "cuda" else 0
+
+
+def add_host_memory(
+    model: Model, limits: EngineConfig, executor: Executor, kv: KVState, pool: Pool, num_host_pages: int
+) -> tuple[HostMemory, HostPages, KVState]:
+    """Donates `kv`. Make host memory for an engine without requests, and measure how fast prompts and copies are.
+
+    Raises:
+        OutOfPagesError: The machine has too little memory.
+    """
+    memory = HostMemory(kv, num_host_pages)
+    tokens, kv = tokens_per_second(model, limits, executor, kv, pool, PROMPT[model.device.type])
+    page = bytes_per_page(model.config, page_size=limits.page_size, dtype=stored_dtype(limits, model.dtype))
+    count = min(num_host_pages, pool.pages.num_pages, max(1, STAGE_BYTES // page))
+    pairs, took = tuple((at, at) for at in range(count)), math.inf
+    kv = memory.move(kv, Moves(out=Map(pairs)))
+    for _ in range(REPEATS):
+        _synchronize(model.device)
+        start = time.perf_counter()
+        kv = memory.move(kv, Moves(into=pairs))
+        _synchronize(model.device)
+        took = min(took, time.perf_counter() - start)
+    return memory, init_host(num_host_pages, page, Rates(tokens_per_second=tokens, bytes_per_second=count * page / max(took, 1e-9))), kv
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,253 @@
+"""`HostMemory`: the KV of pages in host memory, and the copies between it and the device.
+
+A copy passes through a *stage*, a small block of device memory in which each page is contiguous. Pages are gathered into the stage, or
+scattered from it, on the stream of the engine; so nothing that the engine runs later can change what was gathered, and all that it runs
+later reads what was scattered. Between the stages and host memory, two streams copy at the rate of the bus, one per direction. Events
+order the three streams:
+
+- A stage is filled again only after the copy of its last content has ended. There are two for each direction, so that one is filled while
+  the other is copied.
+- A host page is read only after all earlier copies that write it, and is written only after all earlier copies that read it.
+- Pages that were copied in are scattered only after their copy has ended: the engine's stream waits for the event, and the host does not.
+- A page that is copied out and in is gathered before it is scattered. The copies in are sorted so that they begin while others go out.
+
+On a CPU all of this is done at once, without streams.
+"""
+
+import math
+import weakref
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from nanovllm.errors import OutOfPagesError
+from nanovllm.ops.kv_cache.fp8 import as_bytes
+from nanovllm.ops.kv_cache.page_images import gather_pages, scatter_pages
+from nanovllm.state.kv_cache import KVState
+from nanovllm.state.offload import Moves
+from nanovllm.types import Tensor
+
+STAGE_BYTES = 64 << 20  # of one stage
+NUM_STAGES = 4  # two for copies out, two for copies in
+
+
+class Copies(Protocol):
+    """A stream of copies beside the engine's stream. A *mark* is a point in one stream that another can wait for."""
+
+    def run(self, copy: Callable[[], None]) -> None:
+        """Add a copy to the stream."""
+        ...
+
+    def mark(self) -> Any:
+        """The point after all copies so far."""
+        ...
+
+    def engine_mark(self) -> Any:
+        """The point after all that the engine's stream was given so far."""
+        ...
+
+    def hold(self, mark: Any) -> None:
+        """Let later copies wait for a mark of the engine's stream, or of another stream of copies."""
+        ...
+
+    def hold_engine(self, mark: Any) -> None:
+        """Let later work of the engine's stream wait for a mark of this stream."""
+        ...
+
+    def synchronize(self) -> None:
+        """Let the host wait for all copies."""
+        ...
+
+
+class CopiesAtOnce:
+    """Copies of a CPU, which have ended when they return."""
+
+    def run(self, copy: Callable[[], None]) -> None:
+        """Copy."""
+        copy()
+
+    def mark(self) -> None:
+        """Nothing to wait for."""
+
+    def engine_mark(self) -> None:
+        """Nothing to wait for."""
+
+    def hold(self, mark: None) -> None:
+        """Wait for nothing."""
+
+    def hold_engine(self, mark: None) -> None:
+        """Wait for nothing."""
+
+    def synchronize(self) -> None:
+        """Wait for nothing."""
+
+
+class CopyStream:
+    """A CUDA stream of copies. The engine's stream is the one that is current when a method is called."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def run(self, copy: Callable[[], None]) -> None:
+        """Add a copy to the stream."""
+        with torch.cuda.stream(self._stream):
+            copy()
+
+    def mark(self) -> Any:
+        """The point after all copies so far."""
+        return self._stream.record_event()
+
+    def engine_mark(self) -> Any:
+        """The point after all that the engine's stream was given so far."""
+        return torch.cuda.current_stream(self._stream.device).record_event()
+
+    def hold(self, mark: Any) -> None:
+        """Let later copies wait for a mark of the engine's stream, or of another stream of copies."""
+        self._stream.wait_event(mark)
+
+    def hold_engine(self, mark: Any) -> None:
+        """Let later work of the engine's stream wait for a mark of this stream."""
+        torch.cuda.current_stream(self._stream.device).wait_event(mark)
+
+    def synchronize(self) -> None:
+        """Let the host wait for all copies."""
+        self._stream.synchronize()
+
+
+@dataclass(slots=True, eq=False)
+class Stage:
+    """A block of device memory for the images of a few pages. `free` is the mark after which it may be filled again; None: at once."""
+
+    images: Tensor
+    free: Any = None
+
+
+class HostMemory:
+    """The KV of host pages, and the copies between them and the device.
+
+    Args:
+        kv: The KV memory of the engine, which has one pool.
+        num_pages: The number of host pages.
+        copies: The streams of copies out and in. None: those of the device.
+        stage_bytes: The size of a stage, at least one page.
+
+    Raises:
+        OutOfPagesError: The machine has too little memory.
+    """
+
+    def __init__(self, kv: KVState, num_pages: int, copies: tuple[Copies, Copies] | None = None, stage_bytes: int = STAGE_BYTES) -> None:
+        (pool,) = kv.pools
+        shape, device = (pool.shape[0], *pool.shape[2:]), pool.device
+        page_bytes = math.prod(shape) * pool.dtype.itemsize
+        self.images = _memory(num_pages * page_bytes, device, num_pages).view(pool.dtype).view(num_pages, *shape)
+        of_device = (lambda: CopyStream(device)) if device.type == "cuda" else CopiesAtOnce
+        self._outward, self._inward = copies or (of_device(), of_device())
+        self._staged = min(num_pages, max(1, stage_bytes // page_bytes))
+        stages = [Stage(torch.empty((self._staged, *shape), dtype=pool.dtype, device=device)) for _ in range(NUM_STAGES)]
+        self._out, self._into = stages[::2], stages[1::2]
+
+    def move(self, kv: KVState, moves: Moves) -> KVState:
+        """Donates `kv`. Copy pages out and in, on the engine's stream and the streams of copies. The host waits for nothing.
+
+        Args:
+            kv: The KV memory.
+            moves: The copies.
+
+        Returns:
+            The KV memory, in which pages that were copied out may be written from now on.
+        """
+        (pool,) = kv.pools
+        out, stored, size = sorted(moves.out.items()), 0, self._staged  # by host page: neighbours are copied at once
+        gathered = {page: place + 1 for place, (_, page) in enumerate(out)}  # how many pages are gathered before a page may be written
+        into = sorted(moves.into, key=lambda pair: gathered.get(pair[1], 0))
+        before = self._outward.mark(), self._inward.mark()
+        self._outward.hold(before[1])
+        self._inward.hold(before[0])
+        for turn, start in enumerate(range(0, len(into), size)):
+            part = into[start : start + size]
+            fresh = any(at in moves.out for at, _ in part)  # this plan writes what it reads
+            stored = self._store_until(pool, out, stored, len(out) if fresh else max(gathered.get(page, 0) for _, page in part))
+            if fresh:
+                self._inward.hold(self._outward.mark())
+            self._load(pool, part, self._into[turn % len(self._into)])
+        self._store_until(pool, out, stored, len(out))
+        return kv
+
+    def synchronize(self) -> None:
+        """Let the host wait until all copies have ended."""
+        self._outward.synchronize()
+        self._inward.synchronize()
+
+    def _store_until(self, pool: Tensor, out: Seq[tuple[int, int]], stored: int, count: int) -> int:
+        """Copy pages out, stage by stage, until at least `count` are. Returns how many are; `stored` are already."""
+        while stored < count:
+            stage = self._out[stored // self._staged % len(self._out)]
+            self._store(pool, out[stored : stored + self._staged], stage)
+            stored += self._staged
+        return stored
+
+    def _store(self, pool: Tensor, pairs: Seq[tuple[int, int]], stage: Stage) -> None:
+        """Copy pages out; `pairs` are (host page, page)."""
+        held, images, copies = [at for at, _ in pairs], stage.images[: len(pairs)], self._outward
+        if stage.free is not None:
+            copies.hold_engine(stage.free)
+        gather_pages(pool, _ids([page for _, page in pairs], pool.device), images)
+        copies.hold(copies.engine_mark())
+        copies.run(lambda: self._copy(images, held, out=True))
+        stage.free = copies.mark()
+
+    def _load(self, pool: Tensor, pairs: Seq[tuple[int, int]], stage: Stage) -> None:
+        """Copy pages in; `pairs` are (host page, page)."""
+        held, images, copies = [at for at, _ in pairs], stage.images[: len(pairs)], self._inward
+        if stage.free is not None:
+            copies.hold(stage.free)
+        copies.run(lambda: self._copy(images, held, out=False))
+        copies.hold_engine(copies.mark())
+        scatter_pages(pool, _ids([page for _, page in pairs], pool.device), images)
+        stage.free = copies.engine_mark()
+
+    def _copy(self, images: Tensor, held: Seq[int], *, out: bool) -> None:
+        """Copy images to host pages, or back; host pages that are next to each other at once."""
+        staged, memory, start = as_bytes(images), as_bytes(self.images), 0
+        for stop in range(1, len(held) + 1):
+            if stop < len(held) and held[stop] == held[stop - 1] + 1:
+                continue
+            host = memory[held[start] : held[start] + stop - start]
+            target, source = (host, staged[start:stop]) if out else (staged[start:stop], host)
+            target.copy_(source, non_blocking=True)
+            start = stop
+
+
+def _ids(pages: Seq[int], device: torch.device) -> Tensor:
+    ids = torch.tensor(pages, dtype=torch.int32)
+    return ids.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ids
+
+
+def _memory(num_bytes: int, device: torch.device, num_pages: int) -> Tensor:
+    """Host memory that a GPU copies from and to without a detour; on a CPU plain memory."""
+    short = (
+        f"host_kv_gib needs {num_bytes / 2**30:.1f} GiB of host memory for {num_pages} pages, which this machine does not give: lower it"
+    )
+    try:
+        memory = np.empty(num_bytes, np.uint8)
+    except (MemoryError, ValueError) as error:  # ValueError: the size exceeds the address space
+        raise OutOfPagesError(short) from error
+    if device.type == "cuda":
+        # not by torch's own allocator of pinned memory, which rounds up to a power of two
+        runtime: Any = torch.cuda.cudart()
+        with torch.cuda.device(device):
+            if runtime.cudaHostRegister(memory.ctypes.data, num_bytes, 0) != runtime.cudaError.success:
+                raise OutOfPagesError(short)
+        weakref.finalize(memory, _unpinned, memory.ctypes.data, device).atexit = False  # the driver does it at the end of the process
+    return torch.from_numpy(memory)
+
+
+def _unpinned(start: int, device: torch.device) -> None:
+    """Let go of memory that a GPU could copy from and to, once no copy can go on."""
+    torch.cuda.synchronize(device)
+    runtime: Any = torch.cuda.cudart()
+    runtime.cudaHostUnregister(start)

@@ -1,0 +1,198 @@
+"""`HostPages`: which pages of host memory hold the KV of which prefix. Persistent: a call never changes an older value.
+
+When the prefix index evicts an idle page, a page of host memory (a *host page*) may keep its KV. It is found later by the digest of
+`prefix_keys.py`, which commits to the whole prefix. The host page that was used least recently is replaced first.
+
+A step plans before it copies: `Moves` says which pages are copied out and in. Host pages that are copied in stay where they are, and are
+not replaced within the plan. All copies out come before all copies in, and both before anything else that the step writes.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from immutables import Map
+
+from nanovllm.state import lru
+from nanovllm.state import pages as page_ops
+from nanovllm.state.lru import Ages, init_ages
+from nanovllm.state.pages import PageState, init_pages
+from nanovllm.state.prefix_keys import keys_from
+
+LATENCY = 100e-6  # seconds that the first page of a copy takes, whatever its size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """How fast this engine runs prompts and copies pages, as measured at its start.
+
+    Attributes:
+        tokens_per_second: Prompt tokens that it runs per second.
+        bytes_per_second: Bytes that it copies from host memory per second.
+    """
+
+    tokens_per_second: float
+    bytes_per_second: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Moves:
+    """The copies of one step between the device and host memory.
+
+    Attributes:
+        out: For each host page that is written the page whose KV it gets.
+        into: (host page, page) pairs: the page gets the KV of the host page.
+    """
+
+    out: Map[int, int] = field(default_factory=Map)
+    into: tuple[tuple[int, int], ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.out) or bool(self.into)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HostPages:
+    """Which host pages hold the KV of which prefix.
+
+    Attributes:
+        page_bytes: The bytes of a page over all layers.
+        rates: How fast the engine runs prompts and copies pages.
+        used: The owners of host pages: one if the host page has a key, and one more for each copy of the plan that reads it.
+        by_key: The host pages by the key of their prefix.
+        key_of: The keys by host page.
+        ages: The host pages that may be replaced, those that were used least recently first.
+        moves: The copies that the plan under construction needs. None: no plan is made, and evicted pages are not kept.
+    """
+
+    page_bytes: int
+    rates: Rates
+    used: PageState
+    by_key: Map[bytes, int]
+    key_of: Map[int, bytes]
+    ages: Ages
+    moves: Moves | None = None
+
+    def __repr__(self) -> str:
+        return f"HostPages({len(self.key_of)} of {self.used.num_pages} host pages used)"
+
+    @property
+    def num_pages(self) -> int:
+        """The number of host pages."""
+        return self.used.num_pages
+
+
+def init_host(num_pages: int, page_bytes: int, rates: Rates) -> HostPages:
+    """`num_pages` host pages, all of them free."""
+    return HostPages(
+        page_bytes=page_bytes, rates=rates, used=init_pages(num_pages), by_key=Map(), key_of=Map(), ages=init_ages(num_pages)
+    )  # fmt: skip
+
+
+def worth_loading(num_tokens: int, num_bytes: int, rates: Rates) -> bool:
+    """Whether it is faster to copy KV from host memory than to run its tokens.
+
+    Args:
+        num_tokens: The tokens.
+        num_bytes: The bytes of their KV.
+        rates: How fast the engine does both.
+
+    Examples:
+        >>> rates = Rates(tokens_per_second=200_000.0, bytes_per_second=50e9)
+        >>> worth_loading(16384, 16384 * 112 * 1024, rates), worth_loading(16, 16 * 112 * 1024, rates)
+        (True, False)
+    """
+    return num_tokens > 0 and LATENCY + num_bytes / rates.bytes_per_second < num_tokens / rates.tokens_per_second
+
+
+def planning(host: HostPages) -> HostPages:
+    """The host pages at the beginning of a plan: from now on evicted pages are kept."""
+    return replace(host, moves=Moves())
+
+
+def find(host: HostPages, tokens: np.ndarray, start: int, page_size: int, namespace: int = 0) -> list[int]:
+    """The host pages that hold the pages of `tokens` (int32) from page number `start` on, as many as there are in a row."""
+    found = list[int]()
+    for key in keys_from(tokens, start, page_size, namespace):
+        if (at := host.by_key.get(key)) is None:
+            break
+        found.append(at)
+    return found
+
+
+def keep(host: HostPages, pages: np.ndarray, keys: list[bytes]) -> HostPages:
+    """Keep the KV of pages that leave the device, in the order of their eviction: the first one is replaced first.
+
+    A prefix that has a host page already is not copied again. If there are too few host pages, the last pages given are kept, which come
+    first in their prompts.
+    """
+    if (moves := host.moves) is None:
+        return host
+    known = [at for key in keys if (at := host.by_key.get(key)) is not None]
+    host = replace(host, ages=lru.remove(host.ages, _array(known)))
+    fresh = sum(key not in host.by_key for key in keys)
+    host = _replaced(host, fresh - host.used.num_free)
+    by_key, key_of, out = host.by_key, host.key_of, moves.out  # host pages that were replaced are all taken again below
+    used, taken = page_ops.allocate(host.used, min(host.used.num_free, fresh)) or (host.used, ())
+    skipped, free, order = fresh - len(taken), iter(taken), list[int]()
+    for page, key in zip(pages.tolist(), keys, strict=True):
+        at = by_key.get(key)
+        if at is None and skipped:
+            skipped -= 1
+            continue
+        if at is None:
+            at = next(free)
+            by_key, key_of, out = by_key.set(key, at), key_of.set(at, key), out.set(at, page)
+        order.append(at)
+    unread = [at for at in dict.fromkeys(order) if used.refcount(at) == 1]
+    ages, moves = lru.add(host.ages, _array(unread)), replace(moves, out=out)
+    return replace(host, used=used, by_key=by_key, key_of=key_of, ages=ages, moves=moves)
+
+
+def read(host: HostPages, held: Iterable[int]) -> HostPages:
+    """The host pages of which the plan reads some, which it must not replace."""
+    held = _array(held)
+    return replace(host, used=page_ops.retain(host.used, held), ages=lru.remove(host.ages, held))
+
+
+def load(host: HostPages, held: list[int], pages: tuple[int, ...]) -> HostPages:
+    """Note that the plan copies host pages, which it reads, into pages of the device."""
+    assert host.moves is not None
+    return replace(host, moves=replace(host.moves, into=(*host.moves.into, *zip(held, pages, strict=True))))
+
+
+def settled(host: HostPages) -> tuple[HostPages, Moves]:
+    """The host pages at the end of a plan, and its copies. Those that were read may be replaced again, after all others."""
+    assert host.moves is not None
+    if not host.moves.into:
+        return replace(host, moves=None), host.moves
+    held = _array(at for at, _ in host.moves.into)
+    once = _array(dict.fromkeys(held[::-1].tolist()))  # the last page of a prompt is replaced first
+    return replace(host, used=page_ops.release(host.used, held), ages=lru.add(host.ages, once), moves=None), host.moves
+
+
+def forget(host: HostPages, lost: Iterable[int]) -> HostPages:
+    """Take host pages whose content was lost out of the index."""
+    return _dropped(host, [at for at in lost if at in host.key_of])
+
+
+def _replaced(host: HostPages, count: int) -> HostPages:
+    """The host pages without the `count` keys that were used least recently, or as many as there are."""
+    if count <= 0 or not host.ages.count:
+        return host
+    ages, gone = lru.take(host.ages, min(count, host.ages.count))
+    return _dropped(replace(host, ages=ages), gone.tolist())
+
+
+def _dropped(host: HostPages, held: list[int]) -> HostPages:
+    if not held:
+        return host
+    by_key, key_of, gone = host.by_key, host.key_of, _array(held)
+    for at in held:
+        by_key, key_of = by_key.delete(key_of[at]), key_of.delete(at)
+    used, ages = page_ops.release(host.used, gone), lru.remove(host.ages, gone)
+    return replace(host, used=used, by_key=by_key, key_of=key_of, ages=ages)
+
+
+def _array(held: Iterable[int]) -> np.ndarray:
+    return np.fromiter(held, np.int32)

@@ -1,0 +1,200 @@
+"""KV that is kept in host memory: what an engine loads again, what it counts, what it refuses, and that replies do not change."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from nanovllm.chunks.prefill import prefill
+from nanovllm.engine.init_state import init_state
+from nanovllm.engine.requests import cancel, submit, submit_many
+from nanovllm.engine.step import step
+from nanovllm.entrypoints.memory.report import memory
+from nanovllm.errors import InvalidRequestError
+from nanovllm.executor.executor import runtime_of
+from nanovllm.sampling.params import SamplingParams
+from nanovllm.state.engine_state import EngineState
+from nanovllm.state.invariants import check
+from nanovllm.state.offload import Rates
+from nanovllm.testing.models import random_model, tiny_config
+from nanovllm.testing.shadows.memory import freeze
+from nanovllm.testing.shadows.worlds import drain
+
+SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
+MODEL = random_model(tiny_config(**SIZES))
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+ALWAYS, NEVER = Rates(tokens_per_second=1.0, bytes_per_second=1e15), Rates(tokens_per_second=1e15, bytes_per_second=1.0)
+GIB = 1 / 1024  # a MiB: 256 pages and more
+
+
+def engine(rates: Rates = ALWAYS, host_kv_gib: float = GIB, **options) -> EngineState:
+    """An engine with 8 pages of 4 tokens, and host memory that loads by given rates."""
+    state = init_state(MODEL, **{"num_pages": 8, "page_size": 4, "host_kv_gib": host_kv_gib, **options})
+    host = state.pool.host
+    return state if host is None else replace(state, pool=replace(state.pool, host=replace(host, rates=rates)))
+
+
+def prompt(seed: int, length: int = 21) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 64, length).tolist()
+
+
+def reply(state: EngineState, tokens: list[int]):
+    state, rid = submit(MODEL, state, tokens, GREEDY)
+    state, outputs = drain(MODEL, state)
+    check(state)
+    return state, outputs[rid]
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "fp8"])
+def test_a_prompt_that_was_pushed_out_comes_back_without_being_run(kv_dtype):
+    plain, state = engine(host_kv_gib=0, kv_dtype=kv_dtype), engine(kv_dtype=kv_dtype)
+    for seed in (0, 1, 2, 0, 1, 2, 2):
+        plain, expected = reply(plain, prompt(seed))
+        state, output = reply(state, prompt(seed))
+        assert output.token_ids == expected.token_ids
+    assert output.num_cached_tokens == 20
+    assert plain.stats.reused_tokens == 20 and plain.stats.loaded_tokens == plain.stats.offloaded_tokens == 0
+    assert state.stats.reused_tokens == 4 * 20  # three from host memory and one from the device
+    assert state.stats.loaded_tokens == 3 * 20
+    total = state.stats.prefill_tokens + state.stats.reused_tokens
+    assert total == plain.stats.prefill_tokens + plain.stats.reused_tokens
+
+
+def test_a_beginning_that_other_prompts_share_is_loaded_and_the_rest_is_run():
+    state = engine()
+    state, _ = reply(state, prompt(0))
+    state, _ = reply(state, prompt(1))
+    state, output = reply(state, prompt(0)[:13] + prompt(5)[:8])
+    assert output.num_cached_tokens == 12
+
+
+def test_it_goes_on_after_pages_of_the_device():
+    state = engine()
+    state, _ = reply(state, prompt(0))
+    state, _ = reply(state, prompt(1, 15))  # takes the last pages of the first prompt
+    before = state.stats
+    state, output = reply(state, prompt(0))
+    assert output.num_cached_tokens == 20 and 0 < state.stats.loaded_tokens - before.loaded_tokens < 20
+
+
+def test_nothing_is_loaded_where_running_is_faster():
+    state = engine(NEVER)
+    for seed in (0, 1, 2, 0):
+        state, output = reply(state, prompt(seed))
+    assert output.num_cached_tokens == 0 and state.stats.loaded_tokens == 0 and state.stats.offloaded_tokens > 0
+
+
+def test_namespaces_do_not_share_host_memory():
+    state = engine()
+    for namespace, cached in ((1, 0), (2, 0), (1, 20)):
+        state, (rid,) = submit_many(MODEL, state, [prompt(0)], [GREEDY], namespace=namespace)
+        state, outputs = drain(MODEL, state)
+        assert outputs[rid].num_cached_tokens == cached
+        for other in (8, 9):
+            state, _ = reply(state, prompt(other))
+
+
+def test_a_preempted_request_finds_its_pages_again():
+    options = {"num_pages": 10, "max_num_seqs": 2}
+    long = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    replies, stats = [], []
+    for gib in (0, GIB):
+        state = engine(host_kv_gib=gib, **options)
+        state, a = submit(MODEL, state, prompt(0, 12), long)
+        state, b = submit(MODEL, state, prompt(1, 12), long)
+        state, outputs = drain(MODEL, state)
+        check(state)
+        replies.append([outputs[a].token_ids, outputs[b].token_ids])
+        stats.append(state.stats)
+    assert replies[0] == replies[1]
+    assert stats[0].preemptions == stats[1].preemptions > 0
+    assert stats[0].rerun_tokens > stats[1].rerun_tokens and stats[1].loaded_tokens > 0
+
+
+def test_a_failed_copy_leaves_the_old_state_usable(monkeypatch):
+    state = engine()
+    state, expected = reply(state, prompt(0))
+    state, _ = reply(state, prompt(1))
+    state, rid = submit(MODEL, state, prompt(0), GREEDY)
+    memory, content = runtime_of(state).host, freeze(state.pool)
+    assert memory is not None
+    move = memory.move
+
+    def failing(kv, moves):
+        move(kv, moves)
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(memory, "move", failing)
+    with pytest.raises(RuntimeError, match="planted"):
+        step(MODEL, state)
+    assert freeze(state.pool) == content
+    monkeypatch.undo()
+    state, outputs = drain(MODEL, state)
+    check(state)
+    assert outputs[rid].token_ids == expected.token_ids
+
+
+def test_a_request_can_be_cancelled_after_its_pages_were_loaded():
+    state = engine(max_num_batched_tokens=2)
+    state, _ = reply(state, prompt(0, 17))
+    state, _ = reply(state, prompt(1, 17))
+    state, rid = submit(MODEL, state, prompt(0, 25), GREEDY)
+    state, _ = step(MODEL, state)
+    assert state.stats.loaded_tokens > 0 and len(state.running) == 1
+    state = cancel(state, rid)
+    check(state)
+    assert state.pool.num_available == 8
+
+
+def test_calls_on_chunks_evict_without_keeping():
+    state = engine()
+    state, _ = reply(state, prompt(0))
+    before = state.stats
+    state, _ = prefill(MODEL, state, prompt(3, 30))
+    check(state)
+    assert state.stats.offloaded_tokens == before.offloaded_tokens
+
+
+def test_old_values_stay_as_they_were():
+    state = engine()
+    state, _ = reply(state, prompt(0))
+    pool = state.pool
+    content = freeze(pool)
+    for seed in (1, 2, 0):
+        state, _ = reply(state, prompt(seed))
+    assert freeze(pool) == content
+
+
+def test_sizes_and_models_that_are_refused():
+    for size in (-1, float("nan"), float("inf"), "1", True, None):
+        with pytest.raises(InvalidRequestError, match="host_kv_gib"):
+            init_state(MODEL, num_pages=8, host_kv_gib=size)
+    with pytest.raises(InvalidRequestError, match="less than one page"):
+        init_state(MODEL, num_pages=8, host_kv_gib=1e-9)
+    windowed = random_model(tiny_config(**SIZES, windows=(3, 0)))
+    with pytest.raises(InvalidRequestError, match="sliding-window"):
+        init_state(windowed, num_pages=8, host_kv_gib=1)
+
+
+def test_without_the_option_there_is_nothing():
+    state = init_state(MODEL, num_pages=8)
+    assert state.pool.host is None and runtime_of(state).host is None
+
+
+def test_the_rates_are_measured_at_the_start():
+    state = init_state(MODEL, num_pages=8, page_size=4, host_kv_gib=GIB)
+    assert state.pool.host is not None and "0 of" in repr(state.pool.host)
+    assert state.pool.host.rates.tokens_per_second > 1 and state.pool.host.rates.bytes_per_second > 1
+    state, output = reply(state, prompt(0))
+    _, expected = reply(init_state(MODEL, num_pages=8, page_size=4), prompt(0))
+    assert output.token_ids == expected.token_ids
+
+
+def test_the_memory_report_tells_how_much_is_used():
+    state = engine()
+    for seed in (0, 1):
+        state, _ = reply(state, prompt(seed))
+    report = memory(state)
+    assert (report.num_host_pages, report.num_host_used) == (state.pool.host.num_pages, state.stats.offloaded_tokens // 4)
+    assert f"{report.num_host_used} of {report.num_host_pages:,} pages of host memory used" in report.text()
+    assert "host memory" not in memory(engine(host_kv_gib=0)).text()

@@ -1,0 +1,86 @@
+"""Copies between pages and host pages: bits come back, in any order, through stages of any size, as late as the stream likes."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from immutables import Map
+
+from nanovllm.errors import OutOfPagesError
+from nanovllm.executor import kv_offload
+from nanovllm.executor.kv_offload import HostMemory
+from nanovllm.state.kv_cache import KVState
+from nanovllm.state.offload import Moves
+from nanovllm.testing.shadows.late_copies import LateCopies
+
+PAGES, HOST = 6, 8
+PAGE_BYTES = 2 * 2 * 1 * 4 * 8 * 4
+
+
+def random_pages() -> torch.Tensor:
+    return torch.randn(2, PAGES, 2, 1, 4, 8)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    stage=st.integers(1, 4),
+    late=st.booleans(),
+    rounds=st.lists(
+        st.tuples(
+            st.lists(st.tuples(st.integers(0, HOST - 1), st.integers(0, PAGES - 1)), max_size=6),
+            st.lists(st.tuples(st.integers(0, HOST - 1), st.integers(0, PAGES - 1)), max_size=6, unique_by=lambda pair: pair[1]),
+        ),
+        max_size=5,
+    ),
+)
+def test_every_page_gets_the_bits_that_its_host_page_was_given(stage, late, rounds):
+    """Each round copies out, then in, and then all pages are written, as the next step would do."""
+    pool = random_pages()
+    memory = HostMemory(KVState(pools=(pool,)), HOST, (LateCopies(), LateCopies()) if late else None, stage_bytes=stage * PAGE_BYTES)
+    held: dict[int, torch.Tensor] = {}
+    for out, into in rounds:
+        for at, page in dict(out).items():
+            held[at] = pool[:, page].clone()
+        there = tuple((at, page) for at, page in into if at in held)
+        memory.move(KVState(pools=(pool,)), Moves(out=Map(dict(out)), into=there))
+        for at, page in there:
+            assert torch.equal(pool[:, page], held[at])
+        pool.copy_(random_pages())
+    memory.synchronize()
+    for at, image in held.items():
+        assert torch.equal(memory.images[at], image)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 4])
+@pytest.mark.parametrize("late", [False, True])
+def test_pages_that_are_copied_out_and_in_are_gathered_first(stage, late):
+    """Each page of the first four goes out and gets the KV of another one."""
+    pool = random_pages()
+    memory = HostMemory(KVState(pools=(pool,)), HOST, (LateCopies(), LateCopies()) if late else None, stage_bytes=stage * PAGE_BYTES)
+    first = pool[:, :4].clone()
+    memory.move(KVState(pools=(pool,)), Moves(out=Map({page: page for page in range(4)})))
+    pool.copy_(random_pages())
+    second = pool[:, :4].clone()
+    memory.move(KVState(pools=(pool,)), Moves(out=Map({4 + page: page for page in range(4)}), into=tuple((at, 3 - at) for at in range(4))))
+    assert torch.equal(pool[:, :4], first.flip(1))
+    memory.synchronize()
+    assert torch.equal(memory.images[4:], second.transpose(0, 1))
+
+
+def test_neighbouring_host_pages_are_one_copy(monkeypatch):
+    pool, copies = random_pages(), []
+    memory = HostMemory(KVState(pools=(pool,)), HOST)
+    real = torch.Tensor.copy_
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda to, source, **more: copies.append(len(to)) or real(to, source, **more))
+    memory.move(KVState(pools=(pool,)), Moves(out=Map({4: 0, 2: 1, 3: 5, 7: 2})))
+    assert copies[-2:] == [3, 1]
+
+
+def test_a_machine_without_the_memory_refuses(monkeypatch):
+    def none(*_):
+        raise MemoryError
+
+    pool = random_pages()
+    monkeypatch.setattr(kv_offload.np, "empty", none)
+    with pytest.raises(OutOfPagesError, match="host_kv_gib needs"):
+        HostMemory(KVState(pools=(pool,)), HOST)

@@ -1,0 +1,133 @@
+"""KV in host memory on a GPU: kernels against plain indexing, copies beside the engine's stream, and replies of an engine that loads."""
+
+import gc
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from immutables import Map
+
+import nanovllm as nv
+from nanovllm.executor.executor import executor_of, runtime_of
+from nanovllm.executor.graph_executor import GraphExecutor
+from nanovllm.executor.kv_offload import HostMemory
+from nanovllm.ops.kv_cache import page_images
+from nanovllm.ops.kv_cache.fp8 import as_bytes
+from nanovllm.state.kv_cache import KVState
+from nanovllm.state.offload import Moves, Rates
+from nanovllm.state.prefix_keys import keys_of
+from tests.gpu.small import random_prompts, require_same, small_model
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+GREEDY = nv.SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+LIMITS: dict[str, Any] = {"num_pages": 48, "page_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 1024, "max_model_len": 512}
+ALWAYS = Rates(tokens_per_second=1.0, bytes_per_second=1e15)
+
+
+def random_pages(dtype: torch.dtype, num_pages: int = 64, layers: int = 4) -> torch.Tensor:
+    """A pool whose bytes are random."""
+    width = 64 + 4 * (dtype == torch.float8_e4m3fn)
+    shape = (layers, num_pages, 2, 2, 16, width * dtype.itemsize)
+    return torch.randint(0, 256, shape, dtype=torch.uint8, device=CUDA).view(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+def test_images_have_the_bits_of_plain_indexing(dtype: torch.dtype) -> None:
+    pages = random_pages(dtype)
+    ids = torch.randperm(64, device=CUDA)[:37].int()
+    images, want = (torch.zeros(37, 4, *pages.shape[2:], device=CUDA).to(dtype) for _ in range(2))
+    page_images._gather(pages, ids, want)
+    page_images.gather_pages(pages, ids, images)
+    assert torch.equal(images.view(torch.uint8), want.view(torch.uint8))
+    one, other = torch.zeros_like(as_bytes(pages)).view(dtype), torch.zeros_like(as_bytes(pages)).view(dtype)
+    page_images._scatter(one, ids, images)
+    page_images.scatter_pages(other, ids, images)
+    assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_pages_may_be_written_at_once_and_come_back_as_they_were(dtype: torch.dtype) -> None:
+    """Each round writes over the pages that it copied out, without a wait, and loads pages of earlier rounds in other places."""
+    pages, layers, num_host = random_pages(dtype, 64, 8), 8, 256
+    page_bytes = layers * pages[0, 0].numel() * pages.dtype.itemsize
+    memory = HostMemory(KVState(pools=(pages,)), num_host, stage_bytes=3 * page_bytes)
+    assert memory.images.is_pinned()
+    kv, contents = KVState(pools=(pages,)), []
+    for at in range(0, num_host, 32):
+        contents.append(as_bytes(pages)[:, :32].clone())
+        kv = memory.move(kv, Moves(out=Map({at + page: page for page in range(32)})))
+        as_bytes(pages)[:, :32] = as_bytes(random_pages(dtype, 32, layers))
+    for place, at in reversed(list(enumerate(range(0, num_host, 32)))):
+        kv = memory.move(kv, Moves(into=tuple((at + page, 63 - page) for page in range(32))))
+        found = as_bytes(pages)[:, 32:].flip(1)
+        assert torch.equal(found.view(torch.uint8), contents[place].view(torch.uint8)), f"round {place}"
+
+
+def test_pinned_memory_is_given_back() -> None:
+    for _ in range(3):
+        memory = HostMemory(KVState(pools=(random_pages(torch.bfloat16),)), 512)
+        assert memory.images.is_pinned()
+        del memory
+        gc.collect()
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "fp8"])
+def test_replies_are_those_of_an_engine_that_loads_nothing(kv_dtype: str | None) -> None:
+    model, limits = small_model(), {**LIMITS, "kv_dtype": kv_dtype}
+    prompts = random_prompts(model, 300, 310, 290, 305, 200)
+    plain = nv.LLM(model, **{**limits, "num_pages": 600})
+    wanted = [plain.generate([prompt], GREEDY)[0].token_ids for prompt in prompts]
+    llm = nv.LLM(model, **limits, host_kv_gib=0.05)
+    assert isinstance(executor_of(llm.state), GraphExecutor)
+    host = llm.state.pool.host
+    assert host is not None and host.rates.tokens_per_second > 1000 and host.rates.bytes_per_second > 1e8
+    llm.state = replace(llm.state, pool=replace(llm.state.pool, host=replace(host, rates=ALWAYS)))
+    cached = 0
+    for round_ in range(4):
+        for prompt, want in zip(prompts, wanted, strict=True):
+            (output,) = llm.generate([prompt], GREEDY)
+            require_same(model, prompt, output.token_ids, want, limits)
+            cached += output.num_cached_tokens
+        nv.check(llm.state)
+        assert round_ == 0 or llm.state.stats.loaded_tokens > 0
+    assert cached > 3 * 4 * 200
+
+
+def test_what_is_in_host_memory_is_what_a_prefill_writes() -> None:
+    """Host pages of one prompt have the bits of the device's pages from the same prefill."""
+    model = small_model()
+    prompt, other = random_prompts(model, 320, 330)
+    llm = nv.LLM(model, **{**LIMITS, "num_pages": 24}, host_kv_gib=0.05)
+    llm.generate([prompt], replace(GREEDY, max_tokens=1))
+    pages = llm.state.prefix.pages()
+    before = llm.state.kv.pools[0][:, pages].clone()
+    memory, indexed = runtime_of(llm.state).host, llm.state.prefix
+    assert memory is not None
+    llm.generate([other], replace(GREEDY, max_tokens=1))
+    memory.synchronize()
+    host, found = llm.state.pool.host, 0
+    assert host is not None
+    for place, (page, key) in enumerate(zip(pages, keys_of(indexed, np.array(pages, np.int32)), strict=True)):
+        if (at := host.by_key.get(key)) is not None:
+            assert torch.equal(memory.images[at].to(CUDA), before[:, place]), f"page {page}"
+            found += 1
+    assert found > 10
+
+
+def test_preempted_requests_load_their_pages() -> None:
+    model = small_model()
+    prompts, long = random_prompts(model, 150, 160, 170), replace(GREEDY, max_tokens=200)
+    limits = {**LIMITS, "num_pages": 40}
+    plain = nv.LLM(model, **{**limits, "num_pages": 600})
+    wanted = [output.token_ids for output in plain.generate(prompts, long)]
+    llm = nv.LLM(model, **limits, host_kv_gib=0.05)
+    host = llm.state.pool.host
+    assert host is not None
+    llm.state = replace(llm.state, pool=replace(llm.state.pool, host=replace(host, rates=ALWAYS)))
+    for prompt, output, want in zip(prompts, llm.generate(prompts, long), wanted, strict=True):
+        require_same(model, prompt, output.token_ids, want, limits)
+    nv.check(llm.state)
+    assert llm.state.stats.preemptions > 0 and llm.state.stats.loaded_tokens > 0

@@ -1,0 +1,157 @@
+"""Planted faults in KV that is kept in host memory."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from nanovllm.engine import donation, failures
+from nanovllm.executor.kv_offload import HostMemory
+from nanovllm.state import offload, prefix_keys
+from nanovllm.state import pages as page_ops
+from nanovllm.state.offload import Moves
+from nanovllm.testing.machines.host_memory import HostMemoryMachine
+from nanovllm.testing.shadows.late_copies import LateCopies
+from tests.property.faults.engine import Fault
+
+
+def _reads_before_the_copy_ended(hold_engine):
+    def faulty(copies, mark):
+        return None if mark == copies.mark() else hold_engine(copies, mark)
+
+    return faulty
+
+
+def _fills_a_stage_before_its_copy_ended(hold_engine):
+    def faulty(copies, mark):
+        return hold_engine(copies, mark) if mark == copies.mark() else None
+
+    return faulty
+
+
+def _reads_before_it_is_written(hold):
+    return lambda copies, mark: None
+
+
+def _copies_in_before_out(move):
+    def faulty(memory, kv, moves):
+        return move(memory, move(memory, kv, Moves(into=moves.into)), Moves(out=moves.out))
+
+    return faulty
+
+
+def _trusts_what_a_failed_step_wrote(forget_host):
+    return lambda state, lost: state
+
+
+def _keeps_the_key_of_a_replaced_page(dropped):
+    def faulty(host, held):
+        after = dropped(host, held)
+        for at in held:
+            after = replace(after, by_key=after.by_key.set(host.key_of[at], at))
+        return after
+
+    return faulty
+
+
+def _replaces_what_the_plan_reads(read):
+    def faulty(host, held):
+        read(host, held)
+        return replace(host, used=page_ops.retain(host.used, np.array(held, np.int32)))
+
+    return faulty
+
+
+def _frees_what_the_plan_reads(settled):
+    def faulty(host):
+        after, moves = settled(host)
+        read = [at for at, _ in moves.into]
+        return replace(after, used=page_ops.release(after.used, read)), moves
+
+    return faulty
+
+
+def _hashes_only_its_node(tokens_before):
+    return lambda index, page: ([], tokens_before(index, page)[1])
+
+
+def _fills_one_page_too_many(find):
+    def faulty(host, tokens, start, page_size, namespace=0):
+        found = find(host, tokens, start, page_size, namespace)
+        others = [at for at in sorted(host.key_of) if at not in found]
+        return [*found, others[0]] if found and others and (start + len(found) + 1) * page_size <= len(tokens) else found
+
+    return faulty
+
+
+def _mixes_up_keys(keep):
+    return lambda host, pages, keys: keep(host, pages[::-1], keys)
+
+
+HOST_FAULTS: tuple[Fault, ...] = (
+    Fault(
+        name="host memory: a page used before its copy ended",
+        machine=HostMemoryMachine,
+        targets=((LateCopies, "hold_engine"),),
+        faulty=_reads_before_the_copy_ended,
+    ),
+    Fault(
+        name="host memory: a stage filled before its copy ended",
+        machine=HostMemoryMachine,
+        targets=((LateCopies, "hold_engine"),),
+        faulty=_fills_a_stage_before_its_copy_ended,
+    ),
+    Fault(
+        name="host memory: a host page read before it is written",
+        machine=HostMemoryMachine,
+        targets=((LateCopies, "hold"),),
+        faulty=_reads_before_it_is_written,
+    ),
+    Fault(
+        name="host memory: copies in come before copies out",
+        machine=HostMemoryMachine,
+        targets=((HostMemory, "move"),),
+        faulty=_copies_in_before_out,
+    ),
+    Fault(
+        name="host memory: what a failed step wrote is trusted",
+        machine=HostMemoryMachine,
+        targets=((donation, "without_host_pages"), (failures, "without_host_pages")),
+        faulty=_trusts_what_a_failed_step_wrote,
+    ),
+    Fault(
+        name="host memory: a stale key of a replaced page",
+        machine=HostMemoryMachine,
+        targets=((offload, "_dropped"),),
+        faulty=_keeps_the_key_of_a_replaced_page,
+    ),
+    Fault(
+        name="host memory: a page replaced while it is read",
+        machine=HostMemoryMachine,
+        targets=((offload, "read"),),
+        faulty=_replaces_what_the_plan_reads,
+    ),
+    Fault(
+        name="host memory: a page freed while it has a key",
+        machine=HostMemoryMachine,
+        targets=((offload, "settled"),),
+        faulty=_frees_what_the_plan_reads,
+    ),
+    Fault(
+        name="host memory: a key of one page alone",
+        machine=HostMemoryMachine,
+        targets=((prefix_keys, "_tokens_before"),),
+        faulty=_hashes_only_its_node,
+    ),
+    Fault(
+        name="host memory: a page too many is loaded",
+        machine=HostMemoryMachine,
+        targets=((offload, "find"),),
+        faulty=_fills_one_page_too_many,
+    ),
+    Fault(
+        name="host memory: pages get each other's keys",
+        machine=HostMemoryMachine,
+        targets=((offload, "keep"),),
+        faulty=_mixes_up_keys,
+    ),
+)
