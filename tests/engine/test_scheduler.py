@@ -5,10 +5,12 @@ from random import Random
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine import admission
-from nanovllm.engine.admission import CROWD, GATHER
+from nanovllm.engine.admission import CROWD, GATHER, gathering
 from nanovllm.engine.decode_pages import EARLY
 from nanovllm.engine.scheduler import schedule, steady
 from nanovllm.sampling.params import SamplingParams
@@ -61,13 +63,6 @@ def settled(plan):
             grown = replace(grown, tokens=grown.tokens.append(0))
         running.append(grown)
     return plan.pool, running, plan.waiting
-
-
-def run_on(limits, pool, running, steps):
-    """The pool and the sequences after steps in which nobody waits."""
-    for _ in range(steps):
-        pool, running, _ = settled(schedule(pool, running, queue(), limits))
-    return pool, running
 
 
 def ids(sequences):
@@ -333,7 +328,6 @@ def test_places_are_given_away_several_at_a_time():
     """Of 64 places two are given away together, unless only one request waits, a prompt runs anyway, or the request is urgent."""
     limits = config(num_pages=400, page_size=8, max_model_len=32, max_num_seqs=64, max_num_batched_tokens=256)
     pool, running, left = settled(start(limits, *[waiting(i, 3) for i in range(64 + 5)]))
-    pool, running = run_on(limits, pool, running, GATHER)
     assert len(running) == 64 and len(left) == 5
 
     def gone(count):
@@ -365,7 +359,6 @@ def test_a_free_place_waits_for_a_few_steps_only():
     """Whatever the number of steps so far, a place that becomes free is given away within 8 steps, and no step after that is left out."""
     limits = config(num_pages=400, page_size=4, max_model_len=16, max_num_seqs=64, max_num_batched_tokens=256)
     pool, running, left = settled(start(limits, *[waiting(i, 3) for i in range(64 + 5)]))
-    pool, running = run_on(limits, pool, running, GATHER)
     pool, running = give_up_pages(pool, running[0]), running[1:]
     for first in range(16):
         waits = next(wait for wait in range(9) if schedule(pool, running, left, limits, num_steps=first + wait).prefill)
@@ -373,21 +366,56 @@ def test_a_free_place_waits_for_a_few_steps_only():
 
 
 def test_few_requests_wait_for_others_after_a_step_with_prompts():
-    """While 12 replies go on, two requests wait until the newest has grown for some steps. A crowd does not wait, nor an urgent one."""
+    """While 12 replies go on, two requests wait for some steps. A crowd does not wait, nor an urgent one, nor one without a prompt."""
     limits = config(num_pages=400, page_size=8, max_model_len=32, max_num_seqs=64, max_num_batched_tokens=256)
-    pool, running, _ = settled(start(limits, *[waiting(i, 3) for i in range(12)]))
+    plan = start(limits, *[waiting(i, 3) for i in range(12)])
+    until = gathering(plan, 7, 0)
+    pool, running, _ = settled(plan)
     two, crowd = queue(*[waiting(i, 3) for i in (12, 13)]), queue(*[waiting(i, 3) for i in range(12, 12 + 12 // CROWD)])
     urgent = waiting(99, 3)
     urgent = two.push(replace(urgent, request=replace(urgent.request, rank=-1)))
-    for generated in range(1, GATHER + 1):
-        assert running[-1].num_generated == generated and not schedule(pool, running, two, limits, num_steps=8).prefill
-        found = steady(pool, tuple(running), two, limits, num_steps=8)
-        assert found is not None and found.steps == GATHER + 1 - generated
-        assert ids([s for s, _ in schedule(pool, running, crowd, limits, num_steps=8).prefill]) == [*range(12, 12 + 12 // CROWD)]
-        assert ids([s for s, _ in schedule(pool, running, urgent, limits, num_steps=8).prefill]) == [99, 12, 13]
-        pool, running = run_on(limits, pool, running, 1)
-    assert ids([s for s, _ in schedule(pool, running, two, limits, num_steps=1).prefill]) == [12, 13]
-    assert steady(pool, tuple(running), two, limits, num_steps=1) is None
+    assert until == 8 + GATHER
+
+    def admitted(left, num_steps):
+        plan = schedule(pool, running, left, limits, num_steps=num_steps, gather_until=until)
+        assert gathering(plan, num_steps, until) == (until if not plan.prefill else num_steps + 1 + GATHER)
+        return ids([s for s, _ in plan.prefill])
+
+    for num_steps in range(8, until):
+        assert admitted(two, num_steps) == []
+        found = steady(pool, tuple(running), two, limits, num_steps=num_steps, gather_until=until)
+        assert found is not None and found.steps == until - num_steps
+        assert admitted(crowd, num_steps) == [*range(12, 12 + 12 // CROWD)] and admitted(urgent, num_steps) == [99, 12, 13]
+        assert len(schedule(pool, running, queue(waiting(12, 1)), limits, num_steps=num_steps, gather_until=until).decode) == 13
+    assert admitted(two, until) == [12, 13]
+    assert steady(pool, tuple(running), two, limits, num_steps=until, gather_until=until) is None
+
+
+def test_requests_that_a_full_step_left_behind_go_on_at_once():
+    """A burst of 14 prompts beside 60 replies, of which a step has room for one or two, takes no more steps than it has pieces."""
+    limits = config(num_pages=4000, page_size=8, max_model_len=400, max_num_seqs=128, max_num_batched_tokens=2048, max_prefill_tokens=256)
+    pool, running, _ = settled(start(replace(limits, context_doubling=8192), *[waiting(i, 3, 300) for i in range(60)]))
+    asked = [replace(waiting(100 + i, 200, 100), tokens=IntVector.of([1000 + i] * 200)) for i in range(14)]
+    left, until, steps = queue(*asked), 0, 0
+    while len(left) or any(s.todo > 1 for s in running):
+        plan = schedule(pool, running, left, replace(limits, context_doubling=8192), num_steps=steps, gather_until=until)
+        assert plan.prefill
+        until, steps = gathering(plan, steps, until), steps + 1
+        pool, running, left = settled(plan)
+    assert steps <= 14 and until == steps + GATHER
+
+
+@given(
+    running=st.integers(1, 16), more=st.integers(0, 8), num_steps=st.integers(0, 16), until=st.integers(0, 20), seats=st.integers(0, 4)
+)
+def test_steady_steps_are_those_in_which_the_schedule_admits_nobody(running, more, num_steps, until, seats):
+    limits = config(num_pages=400, page_size=8, max_model_len=32, max_num_seqs=running + seats, max_num_batched_tokens=256)
+    pool, rows, _ = settled(start(limits, *[waiting(i, 3) for i in range(running)]))
+    left = queue(*[waiting(100 + i, 3) for i in range(more)])
+    found = steady(pool, tuple(rows), left, limits, num_steps=num_steps, gather_until=until)
+    for ahead in range(0 if found is None else found.steps):
+        plan = schedule(pool, rows, left, limits, num_steps=num_steps + ahead, gather_until=until)
+        assert not plan.prefill and len(plan.decode) == running
 
 
 def test_pages_grow_two_steps_before_they_are_needed():

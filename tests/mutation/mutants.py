@@ -376,11 +376,11 @@ MUTANTS: tuple[Mutant, ...] = (
         SCHEDULER + STEP,
         ("a sequence with all its pages holds others up", "if left < steps and lacks_pages(s, size):", "if left < steps:"),
         ("steady steps run until a page is missing", "early = EARLY if may_grow_early(draft) else 0", "early = 0"),
-        ("each free place is given away at once", "admits = bool(prefill) or opens(draft, num_steps)", "admits = True"),
+        ("each free place is given away at once", "admits = bool(prefill) or opens(draft, num_steps, gather_until)", "admits = True"),
         (
             "steady steps pass over the end of a wait",
-            "0 if opens(draft, num_steps) else min(steps, steps_held(draft, num_steps))",
-            "0 if opens(draft, num_steps) else steps",
+            "min(steps, steps_held(draft, num_steps, gather_until)) if held else 0",
+            "steps if held else 0",
         ),
     ),
     *bugs(
@@ -407,9 +407,11 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tokens run again count as reused", "draft.num_reused += max(0, reused - sequence.most_filled)", "draft.num_reused += reused"),
         ("an urgent request waits for places", " or turn_of(first) < turn_of(draft.running[-1])", ""),
         ("a free place waits without an end", "return num_steps % HELD == 0 or places", "return places"),
-        ("a few requests wait without an end", "num_generated <= GATHER:", "num_generated >= 0:"),
+        ("a few requests wait without an end", "num_steps < gather_until and", "gather_until and"),
         ("no request waits for others", "len(draft.waiting) * CROWD <", "0 * CROWD >"),
-        ("a few requests wait a step too long", "return GATHER + 1 - newest", "return GATHER + 2 - newest"),
+        ("a few requests wait a step too long", "return gather_until - num_steps if", "return gather_until + 1 - num_steps if"),
+        ("requests that a full step left behind wait", "return 0 if len(plan.waiting) else num_steps", "return num_steps"),
+        ("requests without a prompt wait", "or first.todo <= 1 or", "or"),
     ),
     *bugs(
         "engine/scheduler.py",

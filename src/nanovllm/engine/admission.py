@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from nanovllm.engine.draft import Draft, id_of, missing_pages, turn_of
+from nanovllm.engine.plan import Plan
 from nanovllm.engine.host_pages import load
 from nanovllm.engine.preemption import make_room, num_freed
 from nanovllm.engine.prompt_pages import fitting
@@ -24,36 +25,50 @@ from nanovllm.state.window_frames import least_frames
 
 PLACES = 32  # places that become free are given away together: one of so many places of the engine
 HELD = 8  # in one of so many steps a free place is given away even if it is the only one
-GATHER = 4  # tokens of the newest reply up to which a few requests wait for others
+GATHER = 4  # steps for which a few requests wait for others after a step with prompts
 CROWD = 4  # they are few if there are more running requests than waiting ones, multiplied by this
 SMALL = 512  # tokens of a pool below which preemption costs so little that requests are admitted whether they can grow or not
 SHARE = 16  # no reply is expected to be longer than the tokens of the pool, divided by this
 LONGER = 8  # a reply that is as long as expected is expected to grow by this length, divided by this
 
 
-def opens(draft: Draft, num_steps: int) -> bool:
+def opens(draft: Draft, num_steps: int, gather_until: int) -> bool:
     """Whether a step that runs no prompt so far may begin to admit requests, after so many steps.
 
     A step with one short prompt takes nearly as long as a step with several. So requests wait for others in two cases:
 
+    - Only a few requests wait, and the number of steps is below `gather_until`. This is set by a step with prompts (`gathering`).
     - Nearly all places are taken. Those that become free are given away when there are several, or one for each request that waits, or
       when the number of steps is a multiple of `HELD`.
-    - Only a few requests wait (`CROWD`), and prompts ran less than `GATHER` steps ago.
 
-    A request that comes before one that runs does not wait for others.
+    A request that comes before one that runs, or that has no prompt to run, does not wait for others.
     """
     first, places = draft.waiting.first(), draft.config.max_num_seqs - len(draft.running)
-    if first is None or not draft.running or turn_of(first) < turn_of(draft.running[-1]):
+    if first is None or not draft.running or first.todo <= 1 or turn_of(first) < turn_of(draft.running[-1]):
         return True
-    if len(draft.waiting) * CROWD < len(draft.running) and draft.running[-1].num_generated <= GATHER:
+    if _gathers(draft, num_steps, gather_until):
         return False
     return num_steps % HELD == 0 or places >= min(draft.config.max_num_seqs // PLACES, len(draft.waiting))
 
 
-def steps_held(draft: Draft, num_steps: int) -> int:
-    """The number of steps after which `opens` is asked again, if it is false now and no request comes."""
-    newest = draft.running[-1].num_generated
-    return GATHER + 1 - newest if newest <= GATHER else HELD - num_steps % HELD
+def steps_held(draft: Draft, num_steps: int, gather_until: int) -> int:
+    """The number of steps for which `opens` stays false, if it is false now and nothing comes or ends."""
+    return gather_until - num_steps if _gathers(draft, num_steps, gather_until) else HELD - num_steps % HELD
+
+
+def gathering(plan: Plan, num_steps: int, gather_until: int) -> int:
+    """The `gather_until` of the steps after one that ran this plan after `num_steps` others.
+
+    If the step with prompts left requests behind, they go on at once.
+    """
+    if not plan.prefill:
+        return gather_until
+    return 0 if len(plan.waiting) else num_steps + 1 + GATHER
+
+
+def _gathers(draft: Draft, num_steps: int, gather_until: int) -> bool:
+    """Whether requests wait because they are few."""
+    return num_steps < gather_until and len(draft.waiting) * CROWD < len(draft.running)
 
 
 def may_admit(draft: Draft) -> bool:

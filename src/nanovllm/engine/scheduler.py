@@ -25,7 +25,13 @@ from nanovllm.state.vector import joined
 
 
 def schedule(
-    pool: Pool, running: Seq[Sequence], waiting: Queue, config: EngineConfig, expected_reply: int = EXPECTED_REPLY, num_steps: int = 0
+    pool: Pool,
+    running: Seq[Sequence],
+    waiting: Queue,
+    config: EngineConfig,
+    expected_reply: int = EXPECTED_REPLY,
+    num_steps: int = 0,
+    gather_until: int = 0,
 ) -> Plan:
     """Choose the tokens of one step and find pages for them. The arguments do not change.
 
@@ -36,6 +42,7 @@ def schedule(
         config: The engine's limits.
         expected_reply: How long a reply is expected to become, in tokens, if its limit is not nearer.
         num_steps: How many steps the engine has run.
+        gather_until: The number of steps up to which a few requests wait for others.
     """
     draft = Draft(pool, list(running), waiting, config, expected_reply)
     draft.retire()
@@ -53,7 +60,7 @@ def schedule(
             room = room.after(sequence, count)
     offer(draft, [(s, prefill[id_of(s)]) for s in draft.running if id_of(s) in prefill] if prefill else ())
     set_stranded_apart(draft, num_steps)
-    admits = bool(prefill) or opens(draft, num_steps)
+    admits = bool(prefill) or opens(draft, num_steps, gather_until)
     while admits and room and may_admit(draft):
         part = room.without_share() if must_leave_share(draft, room) else room
         admitted = admit(draft, part) if part else None
@@ -76,6 +83,7 @@ def steady(
     config: EngineConfig,
     expected_reply: int = EXPECTED_REPLY,
     num_steps: int = 0,
+    gather_until: int = 0,
 ) -> Steady | None:
     """The sequences as a `Steady`, with the number of steps in which `schedule` would only choose one token of each.
 
@@ -99,7 +107,8 @@ def steady(
             steps = left
     first = waiting.first()
     if may_admit(draft):
-        steps = 0 if opens(draft, num_steps) else min(steps, steps_held(draft, num_steps))
+        held = not opens(draft, num_steps, gather_until)
+        steps = min(steps, steps_held(draft, num_steps, gather_until)) if held else 0
     elif first is not None and len(running) < config.max_num_seqs and not fits(draft, first):
         steps = min(steps, HELD - num_steps % HELD)  # `schedule` sees whether it can ever run
     if steps <= 0:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from nanovllm.engine.admission import gathering
 from nanovllm.engine.constrained import Constrained, constrained
 from nanovllm.engine.donation import commit_state, enter_with, guarded
 from nanovllm.engine.failures import Attempt, draw, ended, last_output, out_of_pages, outside, recovered, relaxed, step_limits, unsearchable
@@ -102,7 +103,7 @@ def _attempted(model: Model, state: EngineState, taken: Taken, attempt: Attempt)
         loaded, decoded, ends = _decode(model, state, running.ids, running, state.kv, state.pool)
         return _settle_steady(model, state, running, loaded, decoded, ends)
     limits = step_limits(state)
-    plan = schedule(state.pool, tuple(state.running), state.waiting, limits, state.expected_reply, state.num_steps)
+    plan = schedule(state.pool, tuple(state.running), state.waiting, limits, *_progress(state))
     attempt.plan = plan
     taken.pages.extend(plan.allocated)
     taken.frames.extend(plan.frames)
@@ -123,7 +124,7 @@ def _attempted(model: Model, state: EngineState, taken: Taken, attempt: Attempt)
         loaded, decoded, decoded_ends = _decode(model, state, ids, plan.decode, kv, plan.pool, grew=plan.grew)
         ends |= decoded_ends
         # The device already runs the step, so this work on the host overlaps it.
-        known = plan.pool, plan.running, plan.waiting, limits, state.expected_reply, state.num_steps
+        known = plan.pool, plan.running, plan.waiting, limits, *_progress(state)
         if plan.only_decodes and (running := steady(*known)) is not None:
             return _settle_steady(model, replace(state, kv=kv, pool=plan.pool, waiting=plan.waiting), running, loaded, decoded, ends)
     return _finish_step(model, state, plan, kv, prefilled, loaded, decoded, ends)
@@ -139,6 +140,11 @@ def moved(state: EngineState, plan: Plan, taken: Taken) -> tuple[EngineState, KV
     kv = host.move(state.kv, plan.moves)
     size, out, into = state.config.page_size, len(plan.moves.out), len(plan.moves.into)
     return replace(state, stats=state.stats.add(offloaded_tokens=out * size, loaded_tokens=into * size)), kv
+
+
+def _progress(state: EngineState) -> tuple[int, int, int]:
+    """What `schedule` and `steady` take of the steps so far."""
+    return state.expected_reply, state.num_steps, state.gather_until
 
 
 def _settle_steady(
@@ -295,6 +301,6 @@ def _finish_step(
     )
     state = replace(
         state, kv=kv, pool=pool, running=tuple(running), waiting=plan.waiting, kept=kept, stats=stats, loaded=loaded,
-        num_steps=state.num_steps + 1, expected_reply=expected,
+        num_steps=state.num_steps + 1, expected_reply=expected, gather_until=gathering(plan, state.num_steps, state.gather_until),
     )  # fmt: skip
     return state, outputs

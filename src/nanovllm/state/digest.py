@@ -32,7 +32,7 @@ def digest(state: EngineState, *, whole: bool = False) -> bytes:
         rest = rest[1]
     facts = [
         state.epoch, lease.epoch, lease.dirty, len(lease.lost), state.next_id, state.num_steps, state.expected_reply,
-        state.token_budget or -1,
+        state.gather_until, state.token_budget or -1,
         pages.num_pages, pages.num_used, pages.unused, len(following), *following, prefix.num_idle, prefix.oldest, prefix.now,
         -1 if frames is None else frames.num_available, len(waiting), waiting.num_turns,
         *((-1, -1) if first is None else (first.request.request_id, first.tokens.length)), len(state.kept), len(state.sessions),

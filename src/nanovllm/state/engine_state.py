@@ -121,6 +121,7 @@ class EngineState:
         loaded: The ids of the sequences in the executor's decode carry, in order. None if the carry must be loaded again.
         token_budget: The most tokens of a step while device memory is short; None: `config.max_num_batched_tokens`.
         num_steps: How many steps the engine has run.
+        gather_until: The number of steps up to which a few requests wait for others, so that their prompts run in one step.
         expected_reply: How long a reply is expected to become, in tokens, if its limit is not nearer; learned from those that ended.
         epoch: How many calls had taken over the memory when this state was made.
         runtime: The parts that cannot be values: the lease on the memory, and the executor.
@@ -146,6 +147,7 @@ class EngineState:
     loaded: Any = None
     token_budget: int | None = None
     num_steps: int = 0
+    gather_until: int = 0
     expected_reply: int = EXPECTED_REPLY
     epoch: int = 0
     runtime: Leased
