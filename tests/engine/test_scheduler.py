@@ -405,9 +405,7 @@ def test_requests_that_a_full_step_left_behind_go_on_at_once():
     assert steps <= 14 and until == steps + GATHER
 
 
-@given(
-    running=st.integers(1, 16), more=st.integers(0, 8), num_steps=st.integers(0, 16), until=st.integers(0, 20), seats=st.integers(0, 4)
-)
+@given(running=st.integers(1, 16), more=st.integers(0, 8), num_steps=st.integers(0, 16), until=st.integers(0, 20), seats=st.integers(0, 4))
 def test_steady_steps_are_those_in_which_the_schedule_admits_nobody(running, more, num_steps, until, seats):
     limits = config(num_pages=400, page_size=8, max_model_len=32, max_num_seqs=running + seats, max_num_batched_tokens=256)
     pool, rows, _ = settled(start(limits, *[waiting(i, 3) for i in range(running)]))

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+import nanovllm as nv
 from nanovllm.config import Mesh
 from nanovllm.executor import agreed_memory
 from nanovllm.executor.agreed_memory import SharedShortage, pass_bytes, prepared
@@ -45,6 +46,12 @@ def test_all_ranks_raise_the_same() -> None:
         assert [one.__cause__ for one in found] == [failing.get(rank) for rank in range(2)]
 
 
+def test_a_rank_that_fails_otherwise_lets_the_others_know() -> None:
+    found = outcomes({1: ValueError("a bug")})
+    assert isinstance(found[1], ValueError) and isinstance(found[0], nv.EngineDeadError)
+    assert str(found[0]).startswith("rank 1 of 2 failed before a pass of 5 tokens")
+
+
 def test_other_errors_are_raised_as_they_are() -> None:
     found = outcomes({0: ValueError("a bug"), 1: ValueError("a bug")})
     assert [type(one) for one in found] == [ValueError, ValueError]
@@ -53,6 +60,7 @@ def test_other_errors_are_raised_as_they_are() -> None:
 def test_one_rank_takes_nothing_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreed_memory, "take_memory", lambda *_: pytest.fail("memory was taken"))
     assert prepared(random_model(tiny_config()), 5, 5, lambda: "made") == "made"
+    assert outcomes({}, size=1) == ["made"]
 
 
 def test_the_bytes_of_a_pass_by_hand() -> None:

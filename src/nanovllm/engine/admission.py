@@ -11,8 +11,8 @@ from dataclasses import replace
 import numpy as np
 
 from nanovllm.engine.draft import Draft, id_of, missing_pages, turn_of
-from nanovllm.engine.plan import Plan
 from nanovllm.engine.host_pages import load
+from nanovllm.engine.plan import Plan
 from nanovllm.engine.preemption import make_room, num_freed
 from nanovllm.engine.prompt_pages import fitting
 from nanovllm.engine.prompt_room import PromptRoom

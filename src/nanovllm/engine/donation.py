@@ -137,7 +137,8 @@ def _require_shared(state: EngineState, error: BaseException) -> None:
     Raises:
         EngineDeadError: This rank ran out of memory in the middle of a call that the others go on with. They are released.
     """
-    if (mesh := calling_mesh(state)) is not None and not any(isinstance(one, SharedShortage) for one in chain(error)):
+    mesh = calling_mesh(state)
+    if mesh is not None and mesh.size > 1 and not any(isinstance(one, SharedShortage) for one in chain(error)):
         left(mesh)
         raise state.runtime.lease.kill(f"rank {mesh.rank} of {mesh.size} ran out of device memory in a call", NEW_ENGINE) from error
 

@@ -80,7 +80,7 @@ def recovered(model: Model, state: EngineState, error: Exception, attempt: Attem
     culprit = next((note for one in chain(error) for note in reversed(getattr(one, "__notes__", ())) if isinstance(note, Culprit)), None)
     budget, stats, kind, failed, message = state.token_budget, state.stats, RequestFailedError, list[Sequence](), ""
     if short := num_tokens > 0 and out_of_memory(error) and not culprit:
-        several = runtime_of(state).mirror is not None or model.config.mesh is not None
+        several = runtime_of(state).mirror is not None or (model.config.mesh is not None and model.config.mesh.size > 1)
         if several and not any(isinstance(one, SharedShortage) for one in chain(error)):
             return None  # other ranks may have had enough memory, and run the step as it was
         stats = stats.add(memory_shortages=1)

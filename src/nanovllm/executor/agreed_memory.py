@@ -2,7 +2,8 @@
 
 A rank that runs out of memory between two sums over the ranks leaves the others waiting. So each rank takes the memory of a pass before it
 begins, gives it back to torch's allocator, from which the pass gets it, and tells the others whether it had so much. Replays of CUDA
-graphs, whose memory is taken when they are captured, need none of this.
+graphs, whose memory is taken when they are captured, do without. Sampling after a replayed prompt takes memory and does without, too: a
+shortage there ends the engine.
 """
 
 from collections.abc import Callable
@@ -11,13 +12,15 @@ from typing import TypeVar
 import torch
 
 from nanovllm.config import ModelConfig
+from nanovllm.errors import EngineDeadError
 from nanovllm.executor.distributed import of_each_rank
 from nanovllm.models.model import Model
 from nanovllm.state.device_errors import fatal, out_of_memory
 
 R = TypeVar("R")
 WIDE = 4  # bytes of a number in float32, in which tokens are sampled
-SAMPLED = 256  # rows that are sampled at once; logits that are scored go in pieces
+SAMPLED = 256  # rows of logits in float32, at most: those that are scored go in pieces
+SHORT, BROKEN = 1, 2  # what a rank tells the others: it has too little memory, or it failed otherwise
 
 
 class SharedShortage(torch.OutOfMemoryError):
@@ -35,9 +38,10 @@ def prepared(model: Model, num_tokens: int, num_logits: int, make: Callable[[], 
 
     Raises:
         SharedShortage: A rank has too little memory.
+        EngineDeadError: Another rank failed otherwise, and raises its own error.
     """
     mesh = model.config.mesh
-    if mesh is None:
+    if mesh is None or mesh.size == 1:
         return make()
     made, failure = list[R](), None
     try:
@@ -45,9 +49,13 @@ def prepared(model: Model, num_tokens: int, num_logits: int, make: Callable[[], 
         take_memory(model.device, pass_bytes(model.config, model.dtype.itemsize, num_tokens, num_logits))
     except Exception as error:
         if fatal(error) is not None or not out_of_memory(error):
+            of_each_rank(mesh, BROKEN)  # the others would wait
             raise
-        failure = error
-    if short := [rank for rank, failed in enumerate(of_each_rank(mesh, int(failure is not None))) if failed]:
+        failure = error.with_traceback(None)  # which holds what `make` has made
+    told = of_each_rank(mesh, SHORT if failure is not None else 0)
+    if broken := [rank for rank, one in enumerate(told) if one == BROKEN]:
+        raise EngineDeadError(f"rank {broken[0]} of {mesh.size} failed before a pass of {num_tokens} tokens")
+    if short := [rank for rank, one in enumerate(told) if one]:
         which = f"rank{'s' * (len(short) > 1)} {', '.join(map(str, short))} of {mesh.size}"
         raise SharedShortage(f"out of memory on {which}: a pass of {num_tokens} tokens does not fit") from failure
     return made[0]

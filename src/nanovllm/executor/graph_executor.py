@@ -179,7 +179,7 @@ class GraphExecutor:
         host = prefill_batch(rows, draw=draw, frames=frames, **self._layout)
         logits = None if self._short is None or self._attention.shares(host) else self._short.run(model.params, kv, host)
         if logits is None:
-            logits, kv = self._forward(model.params, kv, self._prompt(host), in_parts(model.config))
+            logits, kv = self._forward(model.params, kv, self._prompt(host), self._config)
         drawn = self._rows.draw(logits, _whole(rows, draw), self._decode.width, masks)
         require_ranks(model.config.mesh)
         return drawn, kv

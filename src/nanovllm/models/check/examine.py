@@ -3,8 +3,11 @@
 import reprlib
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from nanovllm.errors import InvalidRequestError, TuningFileError
 from nanovllm.models.check.agree import agreement
@@ -17,6 +20,7 @@ from nanovllm.models.fast.path import FastPath, fast_path
 from nanovllm.models.model import Model
 from nanovllm.ops.backends import installed
 from nanovllm.ops.cuts import CutError
+from nanovllm.ops.linear.quantised import QuantisedMatrix
 
 ROWS = (1, 2, 8, 16, 24)  # batch sizes of a report: kernels differ for 1 or 2 rows, for up to 16, and for more
 START_ROWS = (1, 8, 24)  # batch sizes at the start of an engine
@@ -43,6 +47,7 @@ def examine(model: Model, num_tokens: int = 256, *, page_size: int = 16, cuts: C
 
 def examined(model: Model, num_tokens: int, *, page_size: int = 16, cuts: Cuts | None = None) -> tuple[CheckReport, Compared]:
     """As `examine`, with the comparison of the layers that is behind the report."""
+    model = _without_rounding(model)
     if model.foreign:
         raise InvalidRequestError(f"{model.name} runs through the transformers fallback, which has no fast path to compare")
     if not 1 <= num_tokens <= model.config.max_position_embeddings:
@@ -76,6 +81,7 @@ def choose(model: Model, page_size: int, cuts: Cuts | None = None) -> tuple[Fast
     Raises:
         TuningFileError: A kernel cannot be built with these tile configurations.
     """
+    model = _without_rounding(model)
     with _on_device(model), by_cuts(cuts):
         fast = fast_path(model.params, model.config, cuts)
         if fast is None:
@@ -94,6 +100,18 @@ def choose(model: Model, page_size: int, cuts: Cuts | None = None) -> tuple[Fast
             torch.cuda.empty_cache()
     choice = chosen(compared, model.dtype)
     return choice, "" if choice.whole else warning(model, fast, choice, compared)
+
+
+def _without_rounding(model: Model) -> Model:
+    """The model without `fp8_activations`: kernels are compared, and what that option rounds is larger than their errors."""
+
+    def rounds(leaf: Any) -> bool:
+        return isinstance(leaf, QuantisedMatrix) and leaf.fp8_activations
+
+    if not any(map(rounds, pytree.tree_leaves(model.params, is_leaf=rounds))):
+        return model
+    exact = pytree.tree_map(lambda leaf: replace(leaf, fp8_activations=False) if rounds(leaf) else leaf, model.params, is_leaf=rounds)
+    return replace(model, params=exact)
 
 
 def cut_rows(cuts: Cuts | None, usual: Collection[int]) -> tuple[int, ...]:

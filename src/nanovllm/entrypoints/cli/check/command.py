@@ -47,7 +47,7 @@ and how often greedy decoding agrees over a text. Decode batches have 1, 2, 8, 1
 that it tunes are compared, at most 256 rows. Exit code 0: the model will run, and every layer of a fast path keeps its error bound. Exit
 code 1: the model will not run, or some layers fall back to plain PyTorch. Exit code 2: an error. With --tensor-parallel-size the layers of
 all ranks are compared, and in float64 what they compute together with what the whole model computes, which runs before on one GPU, or on
-the CPU if it does not fit there. Exit code 1 then also says that the two differ.
+the CPU if it does not fit there. Exit code 1 is then also given if the two differ.
 """
 
 
@@ -113,7 +113,7 @@ def main(options: argparse.Namespace) -> int:
     shown, fallen = "", False
     if ranks > 1 and not (look.problems or options.dry_run):
         how = {**limits, **where, "download": False}
-        report, found, why = _on_ranks(name, devices, options, look.dtype, kept, how)
+        report, found, why = _on_ranks(name, devices, options, look.dtype, how)
         figures, fallen = {**report.as_json(), "ranks": ranks}, bool(report.fallen) or (found is not None and not found.holds)
         figures |= {"parts": None if found is None else found.as_json()}
         shown = f"{table(report)}\n\n{parts_text(ranks, found, why)}"
@@ -140,7 +140,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _on_ranks(
-    name: str, devices: tuple[str, ...], options: argparse.Namespace, dtype: str, kept: dict[str, Any], how: dict[str, Any]
+    name: str, devices: tuple[str, ...], options: argparse.Namespace, dtype: str, how: dict[str, Any]
 ) -> tuple[CheckReport, PartsReport | None, str]:
     """The report of the ranks, and how far they are from the whole model; or None, and why the whole model could not run.
 
@@ -149,9 +149,10 @@ def _on_ranks(
     from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES
 
     def load(device: str) -> Model:
-        if problems := _outlook(name, torch.device(device), dtype, **kept, **how).problems:
+        exact = {**how, "fp8_activations": False}  # nothing is rounded in float64, and KV is not kept
+        if problems := _outlook(name, torch.device(device), dtype, memory_fraction=options.memory_fraction, **exact).problems:
             raise OutOfPagesError(f"on {device}: {problems[0]}")
-        return loaded(name, device, dtype, **how)
+        return loaded(name, device, dtype, **exact)
 
     places = dict.fromkeys((devices[0],) if name in SHAPES else (devices[0], "cpu"))
     whole, why = whole_model([partial(load, place) for place in places], options.tokens)
