@@ -167,3 +167,16 @@ class RealFp8(EngineMachine):
 )
 def test_machine(machine, examples, rules):
     run_state_machine_as_test(machine, settings=settings(max_examples=examples * MORE, stateful_step_count=rules, deadline=None))
+
+
+def test_an_evicted_page_takes_the_pages_behind_it_out_of_the_index():
+    """A run can own a page whose prefix is another's: it stays the run's, but nothing leads to it any more."""
+    machine = PrefixMachine()
+    machine.start(num_pages=4, page_size=2)
+    machine.serve(prompts=[[0, 0]])
+    machine.begin(index=True, most=0, tokens=[0, 0, 0, 0])
+    machine.agrees()
+    machine.begin(index=False, most=9, tokens=[0, 1, 0])
+    machine.agrees()
+    machine.old_values_stand()
+    machine.teardown()

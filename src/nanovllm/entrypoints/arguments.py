@@ -129,7 +129,7 @@ def add_model_options(parser: argparse.ArgumentParser, num_pages: str = POOL) ->
     group.add_argument("--max-model-len", type=int, metavar="N", help="maximum length of prompt and reply in tokens (default: the model's)")
     group.add_argument("--memory-fraction", type=float, default=0.9, metavar="X", help="fraction of a GPU's memory to use (default: 0.9)")
     bound = "about how long a step may take while replies go on, in milliseconds; longer prompts run in pieces"
-    bound = f"{bound} (default: no bound; of serve on a GPU: 35)"
+    bound = f"{bound} (default: no bound; of serve on a GPU: 25)"
     group.add_argument("--max-step-ms", type=float, metavar="X", help=bound)
     group.add_argument("--tuning", type=tuning, metavar="FILE", help=TUNING)
     group.add_argument(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.entrypoints.cli.serve import WAITING, let_threads_sleep, runs_on_cpu
+from nanovllm.entrypoints.cli.serve import SPINS, WAITING, let_threads_sleep, runs_on_cpu
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_threads_of_a_server_sleep_while_they_wait(started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "orig_argv", ["python", "-X", "dev", "-m", "nanovllm", "serve", "--port", "0"])
     let_threads_sleep()
-    assert started == [(sys.executable, [sys.executable, "-X", "dev", "-m", "nanovllm", "serve", "--port", "0"], "passive")]
+    assert started == [(sys.executable, [sys.executable, "-X", "dev", "-m", "nanovllm", "serve", "--port", "0"], SPINS)]
 
 
 @pytest.mark.parametrize("name", WAITING)

@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from nanovllm.entrypoints.server.answer_counts import AnswerCounts
 from nanovllm.entrypoints.server.engine_metrics import BUCKETS, GAPS, MOST_HTTP, EngineMetrics, Histogram, Timeline
 from nanovllm.entrypoints.server.settings import Settings
+from nanovllm.state.request import Queue
 from tests.entrypoints.server.live import Live
 
 ROOT = Path(__file__).parents[3]
@@ -222,3 +223,16 @@ def test_what_clients_choose_cannot_grow_the_counts() -> None:
     metrics.submitted(1, Timeline(0.0, 3))
     metrics.cancelled(1)
     assert metrics.finished["abort"] == 1 and not metrics._queued  # pyright: ignore[reportPrivateUsage]
+
+
+def test_a_request_leaves_the_queue_when_its_first_step_begins() -> None:
+    metrics = EngineMetrics()
+    early, late = Timeline(arrival=10.0, num_prompt=5), Timeline(arrival=12.5, num_prompt=5)
+    metrics.submitted(1, early)
+    metrics.submitted(2, late)
+    metrics.left_queue(Queue(), 13.0)
+    metrics.began(1, early, 13.0, 15.0)
+    metrics.submitted(3, same := Timeline(arrival=14.0, num_prompt=5))
+    metrics.began(3, same, 16.0, 17.0)  # it was never seen in the queue after a step
+    assert metrics.histograms["queue"].sum == 3.0 + 0.5 + 2.0
+    assert metrics.histograms["prefill"].sum == 2.0 + 1.0 and metrics.histograms["time_to_first_token"].sum == 5.0 + 3.0

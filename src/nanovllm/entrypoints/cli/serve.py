@@ -26,7 +26,8 @@ with base_url=http://127.0.0.1:8000/v1.
 """
 NEEDED = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus_client")
 KEYS = "NANOVLLM_API_KEY"
-WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # variables that say how the threads of OpenMP wait
+WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME")  # variables that say how the threads of OpenMP wait
+SPINS = "20000"  # turns of a waiting thread before it sleeps: some 50 us
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -151,14 +152,15 @@ def runs_on_cpu(device: str | None) -> bool:
 
 
 def let_threads_sleep() -> None:
-    """Start this program again with `OMP_WAIT_POLICY=passive`, unless the environment says how threads wait.
+    """Start this program again with a small `GOMP_SPINCOUNT`, unless the environment says how threads wait.
 
-    Threads of a decode step that wait for each other spin otherwise, on cores that the front end and its clients need too: on two cores a
-    reply then takes tens of times as long. The OpenMP library reads the variable when torch is imported, which has happened.
+    Threads of a decode step that wait for each other spin long otherwise, on cores that the front end and its clients need too: on two
+    cores a reply then takes tens of times as long. Without any spinning (`OMP_WAIT_POLICY=passive`) each wait costs a switch of threads,
+    and one stream has a quarter of the tokens a second. The OpenMP library reads the variable when torch is imported, which has happened.
     """
     if any(name in os.environ for name in WAITING) or torch.get_num_threads() == 1:
         return
-    os.environ[WAITING[0]] = "passive"
+    os.environ[WAITING[0]] = SPINS
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 

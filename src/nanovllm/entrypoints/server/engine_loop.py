@@ -436,11 +436,11 @@ class EngineLoop:
     def _step(self) -> None:
         if self.named.composed and not self.state.pool.num_available:
             self.state, self.named = without_compositions(self.state, self.named)
-        waiting, metrics = self.state.waiting, self.metrics
+        waiting, metrics, begin = self.state.waiting, self.metrics, time.perf_counter()
         self.state, outputs = step(self.model, self.state)
         now, firsts, tokens = time.perf_counter(), 0, len(outputs)
         if self.state.waiting is not waiting:
-            metrics.left_queue(self.state.waiting, now)
+            metrics.left_queue(self.state.waiting, begin)
         news: dict[int, News] = {}
         for out in outputs:
             owner = self._owners[out.request_id]
@@ -449,7 +449,7 @@ class EngineLoop:
                 self.waiting_tokens -= owner.waiting
                 owner.waiting = 0
                 if owner.counted and out.token_ids:
-                    metrics.began(out.request_id, owner.line, now)
+                    metrics.began(out.request_id, owner.line, begin, now)
                     firsts += 1
             if out.output is None and not owner.streamed:
                 continue

@@ -92,8 +92,8 @@ class EngineMetrics:
         """A request is queued."""
         self._queued[request_id] = line
 
-    def left_queue(self, waiting: Queue, now: float) -> None:
-        """A step has changed the queue: those that are not in it any more run. Usually they are the oldest, so the search is short."""
+    def left_queue(self, waiting: Queue, begin: float) -> None:
+        """A step that began then has changed the queue: those that are not in it any more run. Usually they are the oldest."""
         left = len(self._queued) - len(waiting)
         if left <= 0:
             return
@@ -104,16 +104,16 @@ class EngineMetrics:
                 if len(gone) == left:
                     break
         for request_id in gone:
-            self._run(self._queued.pop(request_id), now)
+            self._run(self._queued.pop(request_id), begin)
 
-    def _run(self, line: Timeline, now: float) -> None:
-        line.scheduled = now
-        self.histograms["queue"].add(now - line.arrival)
+    def _run(self, line: Timeline, begin: float) -> None:
+        line.scheduled = max(begin, line.arrival)
+        self.histograms["queue"].add(line.scheduled - line.arrival)
 
-    def began(self, request_id: int, line: Timeline, now: float) -> None:
-        """A request has its first token. One that was not seen to leave the queue has left it now."""
+    def began(self, request_id: int, line: Timeline, begin: float, now: float) -> None:
+        """A request has its first token, from a step that began at `begin`. If it was not seen to leave the queue, it left it then."""
         if (queued := self._queued.pop(request_id, None)) is not None:
-            self._run(queued, now)
+            self._run(queued, begin)
         line.first = now
         self.prompt_tokens += line.num_prompt
         self.histograms["time_to_first_token"].add(now - line.arrival)

@@ -158,8 +158,10 @@ class PrefixMachine(RuleBasedStateMachine):
             self._move(pool)
             return None
         self._move(taken[0])
-        for page in self.shadow.idle[: max(0, short)]:
+        evicted = self.shadow.idle[: max(0, short)]
+        for page in evicted:
             expect(page in taken[1], f"page {page} was idle longest, but the evicted pages are {taken[1]}")
+        for page in self.shadow.with_descendants(evicted):  # their prefix is not in the index any more, whoever owns them
             self.shadow.drop(page)
         return list(taken[1])
 
