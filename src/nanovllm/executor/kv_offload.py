@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ STAGE_BYTES = 64 << 20  # of one stage
 NUM_STAGES = 4  # two for copies out, two for copies in
 
 
+@runtime_checkable
 class Copies(Protocol):
     """A stream of copies beside the engine's stream. A *mark* is a point in one stream that another can wait for."""
 
