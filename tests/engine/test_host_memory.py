@@ -165,6 +165,7 @@ def test_old_values_stay_as_they_were():
     assert freeze(pool) == content
 
 
+@pytest.mark.unhooked  # values of wrong types
 def test_sizes_and_models_that_are_refused():
     for size in (-1, float("nan"), float("inf"), "1", True, None):
         with pytest.raises(InvalidRequestError, match="host_kv_gib"):

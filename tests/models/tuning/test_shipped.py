@@ -24,8 +24,8 @@ from nanovllm.models.tuning.shipped import FOLDER, shipped_path
 from nanovllm.testing.models import random_model, tiny_config
 from tools import ship_tuning
 
-H100 = Machine(processors=132, memory=200_000)
-MACHINES = {"NVIDIA H100 80GB HBM3": H100}
+H100 = Machine(processors=132, memory=200_000)  # an H200 has as many processors and as much shared memory
+MACHINES = {"NVIDIA H100 80GB HBM3": H100, "NVIDIA H200": H100}
 FILES = sorted(FOLDER.iterdir())
 SMALL = random_model(tiny_config(hidden_size=256, intermediate_size=512, num_heads=4, num_kv_heads=2, head_dim=64))
 STEPS = Map({1: StepCuts(qkv=(8, 2, 0)), 64: StepCuts(gate_up=(0,))})
@@ -63,7 +63,7 @@ def test_every_file_serves_the_model_that_it_is_for(path: Path, monkeypatch: pyt
         for work in works(model.config, rows, machine, codes_of(model.params)):
             if cut := getattr(step, work.part):
                 assert reachable(work, cut, machine) and cut != default_cut(work, machine)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA A100-SXM4-80GB")
     assert shipped_path(model) is None  # where it was not measured it does not apply
 
 
