@@ -27,7 +27,7 @@ with base_url=http://127.0.0.1:8000/v1.
 NEEDED = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus_client")
 KEYS = "NANOVLLM_API_KEY"
 WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME")  # variables that say how the threads of OpenMP wait
-SPINS = "20000"  # turns of a waiting thread before it sleeps: some 50 us
+SPINS = "1000"  # turns of a waiting thread before it sleeps: a few microseconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
