@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import nanovllm as nv
+from nanovllm.engine.donation import guarded
 from nanovllm.engine.requests import submit_many
 from nanovllm.executor.executor import Runtime, executor_of
 from nanovllm.state.device_errors import fatal, out_of_memory, watched
@@ -131,3 +132,12 @@ def test_which_errors_break_a_device(error: Exception, dead: bool, full: bool):
 def test_a_block_without_an_engine_raises_what_it_raises():
     with pytest.raises(RuntimeError, match="illegal memory"), watched(None):
         breaks()
+
+
+def test_an_engine_whose_other_ranks_have_gone_stays_dead():
+    """The error comes from an operation that waits for the ranks, in the middle of a call."""
+    state = nv.init_state(MODEL, num_pages=16, page_size=4)
+    with pytest.raises(nv.EngineDeadError, match="rank 1 has gone"), guarded(state):
+        raise nv.EngineDeadError("rank 1 has gone")
+    with pytest.raises(nv.EngineDeadError, match="rank 1 has gone"):
+        nv.prefill(MODEL, state, [1, 2, 3])

@@ -49,7 +49,24 @@ def test_all_ranks_raise_the_same() -> None:
 def test_a_rank_that_fails_otherwise_lets_the_others_know() -> None:
     found = outcomes({1: ValueError("a bug")})
     assert isinstance(found[1], ValueError) and isinstance(found[0], nv.EngineDeadError)
-    assert str(found[0]).startswith("rank 1 of 2 failed before a pass of 5 tokens")
+
+
+def test_a_rank_that_failed_waits_for_none() -> None:
+    def run(mesh: Mesh) -> list[type[BaseException]]:
+        model, met = random_model(tiny_config(), mesh=mesh), list[type[BaseException]]()
+
+        def make() -> None:
+            if mesh.rank == 1:
+                raise ValueError("a bug")
+
+        for _ in range(2):
+            try:
+                prepared(model, 5, 5, make)
+            except Exception as error:
+                met.append(type(error))
+        return met
+
+    assert run_ranks(run, 2) == [[nv.EngineDeadError] * 2, [ValueError] * 2]
 
 
 def test_other_errors_are_raised_as_they_are() -> None:

@@ -379,8 +379,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ("each free place is given away at once", "admits = bool(prefill) or opens(draft, num_steps, gather_until)", "admits = True"),
         (
             "steady steps pass over the end of a wait",
-            "min(steps, steps_held(draft, num_steps, gather_until)) if held else 0",
-            "steps if held else 0",
+            "else min(steps, steps_held(draft, num_steps, gather_until))",
+            "else steps",
         ),
     ),
     *bugs(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm.engine.mirrored import calling_mesh
-from nanovllm.errors import ForeignChunkError, InvalidRequestError, NanoVLLMError, OutOfPagesError, ReleasedChunkError
+from nanovllm.errors import EngineDeadError, ForeignChunkError, InvalidRequestError, NanoVLLMError, OutOfPagesError, ReleasedChunkError
 from nanovllm.executor.agreed_memory import SharedShortage
 from nanovllm.executor.distributed import left
 from nanovllm.models.model import Model
@@ -153,7 +153,7 @@ def guarded(state: EngineState) -> Iterator[Taken]:
 
     Raises:
         OutOfPagesError: The device ran out of memory.
-        EngineDeadError: The device is broken.
+        EngineDeadError: The device is broken, or another rank has gone.
         DonatedStateError: Another thread's call has donated the state meanwhile, or works with it.
     """
     taken, lease = Taken(), state.runtime.lease
@@ -164,6 +164,8 @@ def guarded(state: EngineState) -> Iterator[Taken]:
         lease.lose(overwritten(state.pool, taken.pages, taken.frames), taken.host_pages)
         if (cause := fatal(error)) is not None:
             raise lease.kill(cause) from error
+        if isinstance(error, EngineDeadError):  # also one of another rank, whose later calls would wait in vain
+            lease.kill(str(error), NEW_ENGINE)
         if not isinstance(error, NanoVLLMError) and out_of_memory(error):
             _require_shared(state, error)
             raise OutOfPagesError("the device ran out of memory during the call; the state is as it was before") from error

@@ -107,8 +107,7 @@ def steady(
             steps = left
     first = waiting.first()
     if may_admit(draft):
-        held = not opens(draft, num_steps, gather_until)
-        steps = min(steps, steps_held(draft, num_steps, gather_until)) if held else 0
+        steps = 0 if opens(draft, num_steps, gather_until) else min(steps, steps_held(draft, num_steps, gather_until))
     elif first is not None and len(running) < config.max_num_seqs and not fits(draft, first):
         steps = min(steps, HELD - num_steps % HELD)  # `schedule` sees whether it can ever run
     if steps <= 0:

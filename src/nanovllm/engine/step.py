@@ -107,7 +107,7 @@ def _attempted(model: Model, state: EngineState, taken: Taken, attempt: Attempt)
     attempt.plan = plan
     taken.pages.extend(plan.allocated)
     taken.frames.extend(plan.frames)
-    state, kv = moved(state, plan, taken)
+    state, kv = _moved(state, plan, taken)
     kv = copy_pages(kv, plan.copies, plan.frame_copies)
     # A carry is valid only for the step after its own. After a step without its rows it is stale, even if the same rows return.
     prefilled, loaded, decoded, ends = None, None, None, dict[int, Exception | None]()
@@ -130,7 +130,7 @@ def _attempted(model: Model, state: EngineState, taken: Taken, attempt: Attempt)
     return _finish_step(model, state, plan, kv, prefilled, loaded, decoded, ends)
 
 
-def moved(state: EngineState, plan: Plan, taken: Taken) -> tuple[EngineState, KVState]:
+def _moved(state: EngineState, plan: Plan, taken: Taken) -> tuple[EngineState, KVState]:
     """Copy pages to and from host memory, as a plan says. Returns the state with the pages counted, and the KV memory."""
     if not plan.moves:
         return state, state.kv

@@ -7,13 +7,14 @@ shortage there ends the engine.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 import torch
 
 from nanovllm.config import ModelConfig
 from nanovllm.errors import EngineDeadError
-from nanovllm.executor.distributed import of_each_rank
+from nanovllm.executor.distributed import left, of_each_rank
 from nanovllm.models.model import Model
 from nanovllm.state.device_errors import fatal, out_of_memory
 
@@ -49,7 +50,9 @@ def prepared(model: Model, num_tokens: int, num_logits: int, make: Callable[[], 
         take_memory(model.device, pass_bytes(model.config, model.dtype.itemsize, num_tokens, num_logits))
     except Exception as error:
         if fatal(error) is not None or not out_of_memory(error):
-            of_each_rank(mesh, BROKEN)  # the others would wait
+            with suppress(EngineDeadError):  # others have failed, too
+                of_each_rank(mesh, BROKEN)  # the others would wait
+            left(mesh)  # their engines are dead now, so this rank must not wait for them either
             raise
         failure = error.with_traceback(None)  # which holds what `make` has made
     told = of_each_rank(mesh, SHORT if failure is not None else 0)

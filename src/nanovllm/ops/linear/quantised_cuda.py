@@ -135,7 +135,7 @@ def _on_tensor_cores(
 
 def _by_torch(x: Tensor, weight: QuantisedMatrix) -> bool:
     """Whether torch multiplies so many rows."""
-    return len(x) > (min(FUSED_ROWS, scaled_product.ROWS) if weight.fp8_activations else FUSED_ROWS)
+    return len(x) > (scaled_product.ROWS if weight.fp8_activations else FUSED_ROWS)
 
 
 def _of_many_rows(x: Float[Tensor, "B K"], weight: QuantisedMatrix, bias: Float[Tensor, "out"] | None) -> Float[Tensor, "B out"]:

@@ -124,8 +124,7 @@ def tiles_of(
     """Choose the tile configuration for a number of tokens: pairs run alone while they are at most a quarter as many as experts.
 
     In bfloat16 they do up to a half. Sorting pays earlier here, because tensor cores take fewer instructions for a code than sums in
-    float32. Measured with 128 experts of Qwen3-30B-A3B in FP8 on an H200, 1 / 2 / 4 / 8 tokens: alone 26 / 45 / 75 / 135 us by tiles with
-    more warps, 21 / 33 / 58 / 107 with fewer in the down product alone; sorted 33 / 39 / 51 / 79.
+    float32: `benchmarks/experts_tiles.py` measures it.
 
     Args:
         tokens: Number of tokens.
