@@ -217,6 +217,7 @@ def test_experts(compiled: Compiled, tokens: int, k: int, num: int, width: int, 
     for chosen, act in ((torch.int64, "silu"), *(((torch.int32, "gelu"), (torch.int64, "gelu_tanh")) if tokens < 64 else ())):
         given = (x, gate_up, down, torch.empty(tokens, k, dtype=chosen, device="meta"), weights, act)
         triton_experts.launch(*given, tiles, compiled.pdl)
+    triton_experts.launch(*given, tiles, compiled.pdl, x)
     assert {kernel.name for kernel in compiled} == (
         {"_few_gate_up", "_few_down"} if isinstance(tiles, FewTiles) else {"_sort", "_grouped", "_combine"}
     )
@@ -225,11 +226,13 @@ def test_experts(compiled: Compiled, tokens: int, k: int, num: int, width: int, 
 
 @pytest.mark.parametrize(("num", "k"), [(128, 8), (8, 2), (64, 6)])
 def test_route(compiled: Compiled, num: int, k: int) -> None:
-    from nanovllm.ops.moe import triton_experts
+    from nanovllm.ops.moe import triton_route
 
     for dtype in (BF16, torch.float32):
+        router = torch.empty(num, 2560, dtype=dtype, device="meta")
+        triton_route.norm_router(torch.zeros(3, 2560, dtype=BF16), torch.zeros(2560, dtype=BF16), router, 1e-6, compiled.pdl)
         for bias in (None, torch.zeros(num)):
-            triton_experts.route(torch.zeros(3, num, dtype=dtype), bias, k, bias is None, 0.0, compiled.pdl)
+            triton_route.route(torch.zeros(3, num, dtype=dtype), bias, k, bias is None, 0.0, compiled.pdl)
     compiled.check()
 
 
