@@ -36,7 +36,7 @@ from nanovllm.types import Tensor
 @triton.jit
 def _words(values):
     """The bits of floats as integers of their size, with another NaN for the one that looks like an empty word (-1)."""
-    kind: tl.constexpr = tl.int32 if values.dtype.primitive_bitwidth == 32 else tl.int16
+    kind: tl.constexpr = tl.int32 if values.dtype.primitive_bitwidth == 32 else tl.int16  # pyright: ignore[reportAssignmentType]
     bits = values.to(kind, bitcast=True)
     return tl.where(bits == -1, (bits & 0x7FFFFFFF) if kind == tl.int32 else (bits & 0x7FFF), bits)
 
@@ -53,17 +53,20 @@ def _exchanged(words, here, program, peers, own, places, turns, failed, rank, PL
     `PLACE` is the size of a place in bytes. Words that are not `here` are neither pushed nor waited for.
     """
     kind: tl.constexpr = words.dtype
+    size: tl.constexpr = kind.primitive_bitwidth // 8  # pyright: ignore[reportAttributeAccessIssue]
     length: tl.constexpr = words.shape[0]
     column = tl.arange(0, length)
     index = tl.arange(0, RANKS)[:, None]
     turn = (own + turns).to(tl.pointer_type(tl.int32)) + program
     now = tl.load(turn, volatile=True)
+    # In the order of the programs, then of the turns, then of the ranks that push.
     first = places + (program * 2 + now) * (SIZE * PLACE)
     for peer in tl.static_range(SIZE):  # pyright: ignore[reportGeneralTypeIssues]
         if peer != rank:
-            there = tl.multiple_of((peers[peer] + first + rank * PLACE).to(tl.pointer_type(kind)), 16)
+            there = tl.multiple_of((peers[peer] + first + rank * PLACE).to(tl.pointer_type(kind)), 16)  # pyright: ignore[reportArgumentType]
             tl.store(there + column, words, mask=here)
-    mine = tl.multiple_of((own + first).to(tl.pointer_type(kind)), 16) + index * (PLACE * 8 // kind.primitive_bitwidth) + column[None, :]
+    mine = tl.multiple_of((own + first).to(tl.pointer_type(kind)), 16)  # pyright: ignore[reportArgumentType]
+    mine += index * (PLACE // size) + column[None, :]
     waits = (index != rank) & (index < SIZE) & here[None, :]
     found = tl.load(mine, mask=waits, other=0, volatile=True)
     left = SPINS
@@ -172,5 +175,5 @@ def pushed_norm(
     return out, normed
 
 
-def _ranks(shared: Shared) -> dict[str, int]:
+def _ranks(shared: Shared) -> dict[str, Any]:
     return {"SIZE": shared.size, "RANKS": triton.next_power_of_2(shared.size)}
