@@ -1,8 +1,7 @@
 """Ranks that are processes: the collective operations of `torch.distributed`, and of symmetric memory between the GPUs of one host.
 
 On a CPU the tensors of all ranks are gathered and summed in their order. On GPUs each rank stores small tensors into the other GPUs'
-memory, and larger ones are summed by kernels that read that memory. Both take less time than NCCL, which sums the others. NVLink's
-multicast is not used.
+memory, and larger ones are summed by kernels that read the other GPUs' memory. NCCL sums the others. NVLink's multicast is not used.
 """
 
 import atexit
