@@ -42,8 +42,9 @@ def _words(values):
 
 
 @triton.jit
-def _any_empty(words):
-    return tl.max(tl.max((words == -1).to(tl.int32), 0), 0) != 0
+def _state(words, gone):
+    """0 if no word is empty, 1 if some are, 2 or 3 if `gone` is 2 in some warp: the same in all warps, which may have read other values."""
+    return tl.max(tl.max((words == -1).to(tl.int32), 0) | gone, 0)
 
 
 @triton.jit
@@ -69,13 +70,15 @@ def _exchanged(words, here, program, peers, own, places, turns, failed, rank, PL
     mine += index * (PLACE // size) + column[None, :]
     waits = (index != rank) & (index < SIZE) & here[None, :]
     found = tl.load(mine, mask=waits, other=0, volatile=True)
-    left = SPINS
-    while _any_empty(found) & (left > 0):
+    gone, left = now * 0, SPINS
+    state = _state(found, gone)
+    while (state == 1) & (left > 0):
         found = tl.load(mine, mask=waits, other=0, volatile=True)
         left -= 1
-        if left % LOOK == 0:  # the maximum is the same in all warps, while each may have read another value
-            left = tl.where(tl.max(tl.load(failed + column * 0, volatile=True), 0) != 0, 0, left)
-    if left == 0:
+        if left % LOOK == 0:
+            gone = tl.where(tl.load(failed, volatile=True) != 0, 2, 0)
+        state = _state(found, gone)
+    if state != 0:
         tl.store(failed, 1)
     tl.store(mine, tl.zeros_like(found) - 1, mask=waits)
     tl.store(turn, 1 - now)  # not before all warps have read it, as they had before they all knew that no word is empty
