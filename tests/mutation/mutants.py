@@ -667,6 +667,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("the token to count next is the one before", "targets = [batch.input_ids, newest] if", "targets = [batch.input_ids] if"),
         ("pages are given to other rows", "order = np.argsort(np.concatenate(", "order = (np.concatenate("),
         ("tokens are drawn for the place before", "batch.seq_lens - 1  # the step", "batch.seq_lens - 2  # the step"),
+        ("ranks exchange tokens that are replaced", "return parts_of(self._config) is not None and not carry.processing", "return False"),
         (
             "functions do not see tokens that were drawn at random",
             "if carry.token_ids is not None:\n            last",
