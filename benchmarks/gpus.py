@@ -5,7 +5,8 @@
 Every rank runs the same program. `all_reduce_us` has, by bytes, the time of the forms of a sum over the ranks in a CUDA graph: `sum`
 alone, `add`, the sum with the residual in one launch, and `add_norm`, that with the norm of rows of 4096. The embedding takes one `sum`,
 each layer two `add` or `add_norm`. Each form is measured twice: `push`, where ranks store tensors into the others' memory, and `meet`,
-where they read the others' memory once all have come. The larger sizes of `meet` are NCCL's. `pushed_bytes` is where an engine changes.
+where they read the others' memory once all have come. The larger sizes of `meet` are NCCL's. `pushed_bytes` and, for `add_norm`,
+`pushed_rows_bytes` are where an engine changes.
 `--sums` measures nothing else.
 """
 
@@ -40,9 +41,9 @@ LONG = 16384  # tokens of the long prompt
 def all_reduce_times(mesh: Mesh, group: ProcessGroup) -> dict[str, dict[str, float]]:
     """Microseconds of a sum over the ranks, by its form and its bytes in bfloat16."""
     found: dict[str, dict[str, float]] = {}
-    engine, gain = group.pushed, torch.ones(WIDTH, device=group.device, dtype=torch.bfloat16)
+    engine, gain = (group.pushed, group.pushed_rows), torch.ones(WIDTH, device=group.device, dtype=torch.bfloat16)
     for way, most in (("push", PIECES // mesh.size), ("meet", 0)):
-        group.pushed = most
+        group.pushed = group.pushed_rows = most
         for size in SIZES:
             y, x = (torch.randn(1, size // 2, device=group.device).to(torch.bfloat16) for _ in range(2))
             forms: dict[str, Callable[[int], object]] = {
@@ -57,7 +58,7 @@ def all_reduce_times(mesh: Mesh, group: ProcessGroup) -> dict[str, dict[str, flo
                 if way == "meet" or serves:
                     us = graph_us(lambda call=call: [call(at) for at in range(20)]) / 20
                     found.setdefault(f"{form}_{way}", {})[str(size)] = round(us, 2)
-    group.pushed = engine
+    group.pushed, group.pushed_rows = engine
     return found
 
 
@@ -91,7 +92,7 @@ def main(arguments: list[str] | None = None) -> None:
     device = group.device
     figures: dict[str, Any] = {"gpus": mesh.size}
     if options.sums:
-        figures |= {"all_reduce_us": all_reduce_times(mesh, group), "pushed_bytes": group.pushed}
+        figures |= {"all_reduce_us": all_reduce_times(mesh, group), "pushed_bytes": group.pushed, "pushed_rows_bytes": group.pushed_rows}
         if not mesh.rank:
             print(json.dumps(figures, indent=1), flush=True)
         return _leave()
@@ -100,7 +101,7 @@ def main(arguments: list[str] | None = None) -> None:
     engine = Engine(model, num_pages=options.num_pages, max_model_len=min(model.config.max_position_embeddings, LONG + 1024), check=False)
     engine.generate([[300] * 32], [2], 0.0)
     figures["start_s"] = {"mesh_and_weights": round(loaded - begin, 2), "engine": round(time.perf_counter() - loaded, 2)}
-    figures |= {"all_reduce_us": all_reduce_times(mesh, group), "pushed_bytes": group.pushed}
+    figures |= {"all_reduce_us": all_reduce_times(mesh, group), "pushed_bytes": group.pushed, "pushed_rows_bytes": group.pushed_rows}
     for one in measure(engine.generate, options.which.split(","), model.config.vocab_size, options.repeats, lambda: engine.spent):
         figures[one.key] = one.figure
         if not mesh.rank:

@@ -186,8 +186,10 @@ def main(arguments: list[str] | None = None) -> None:
     count = torch.cuda.device_count() if on_gpu else 2 * size
     every = tuple(f"cuda:{at}" if on_gpu else "cpu" for at in range(count))
     devices, faults = every[:size], dict[str, Any]()
+    begin = time.perf_counter()
     with started(options, devices) as engine:
         right, model = engine.reply(), engine.model
+        print(f"first start and reply: {time.perf_counter() - begin:.1f} s", flush=True)
 
     def note(name: str, found: dict[str, Any]) -> None:
         faults[name] = found

@@ -20,7 +20,21 @@ from nanovllm.errors import EngineDeadError, InvalidRequestError
 from nanovllm.ops.attention.plan_table import register
 from nanovllm.ops.backends import dependent_launch
 from nanovllm.ops.distributed.group import joined, side_by_side, summed, winners_of_pairs
-from nanovllm.ops.distributed.shared_memory import ADDED, FLAGS, GATHERED, NUM_ROWS, PUSHED, ROW, STAGE, WORD, WORDS, share_memory, slot_of
+from nanovllm.ops.distributed.shared_memory import (
+    ADDED,
+    FLAGS,
+    GATHERED,
+    MOST_PUSHED,
+    NUM_ROWS,
+    PUSHED,
+    PUSHED_ROWS,
+    ROW,
+    STAGE,
+    WORD,
+    WORDS,
+    share_memory,
+    slot_of,
+)
 from nanovllm.ops.linear.linear_add_norm import norm_add
 from nanovllm.types import Tensor
 
@@ -33,6 +47,7 @@ class ProcessGroup:
 
     Attributes:
         pushed: The bytes of a tensor that each rank stores into the others' memory, at most.
+        pushed_rows: The same for rows whose sum is normed.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -40,7 +55,7 @@ class ProcessGroup:
         self.size, self.rank, self.device = group.size(), group.rank(), device
         self._group: Any = group
         self._shared = None if device.type == "cpu" else share_memory(group, device)
-        self.pushed = PUSHED // self.size
+        self.pushed, self.pushed_rows = min(PUSHED // self.size, MOST_PUSHED), PUSHED_ROWS // self.size
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of the ranks' tensors."""
@@ -85,7 +100,7 @@ class ProcessGroup:
             added = self.all_reduce_add(joined(parts, bias, x.dtype), x, slot)
             return added, norm_add(added, gain, None, eps)
         given = parts.contiguous(), bias, x.contiguous(), gain, eps, self._shared
-        if len(x) <= NUM_ROWS // self.size and x.nbytes <= min(self.pushed, len(x) * ROW):
+        if len(x) <= NUM_ROWS // self.size and x.nbytes <= min(self.pushed_rows, len(x) * ROW):
             from nanovllm.ops.distributed.triton_pushes import pushed_norm
 
             return pushed_norm(*given, dependent_launch(self.device))

@@ -17,10 +17,12 @@ ADDED = 2 << 20  # bytes of a tensor of `all_reduce_add`, at most
 FLAGS = 128 << 10  # bytes of flags of one kind
 GATHERED = STAGE  # where the flags of gathered columns are
 PUSHED = 512 << 10  # bytes of the tensors of all ranks, if each pushes one, at most. Larger ones meet
+MOST_PUSHED = 128 << 10  # of one of them
+PUSHED_ROWS = 2 << 20  # of the rows that all ranks push to norm them, at most
 PIECE = 512  # bytes of a tensor that one program, a warp, pushes: 16 of each thread
 ROW = 16 << 10  # bytes of a row that one program pushes and norms, at most
 PIECES = 2 << 20  # bytes of the places of pieces, for one turn: more than `PUSHED`, so that the bound can be measured
-NUM_ROWS = 128  # places of rows, for one turn
+NUM_ROWS = 256  # places of rows, for one turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
