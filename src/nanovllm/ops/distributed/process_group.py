@@ -18,13 +18,12 @@ import torch.distributed as dist
 from nanovllm.config import Mesh
 from nanovllm.errors import EngineDeadError, InvalidRequestError
 from nanovllm.ops.attention.plan_table import register
-from nanovllm.ops.backends import dependent_launch
+from nanovllm.ops.backends import dependent_launch, own_kernels
 from nanovllm.ops.distributed.group import joined, side_by_side, summed, winners_of_pairs
 from nanovllm.ops.distributed.shared_memory import (
     ADDED,
     FLAGS,
     GATHERED,
-    MOST_PUSHED,
     NUM_ROWS,
     PUSHED,
     PUSHED_ROWS,
@@ -50,12 +49,12 @@ class ProcessGroup:
         pushed_rows: The same for rows whose sum is normed.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Join the collective operations of a group. All ranks call this at the same time."""
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, store: Any = None) -> None:
+        """Join the collective operations of a group. All ranks call this at the same time. `store` is that of `share_memory`."""
         self.size, self.rank, self.device = group.size(), group.rank(), device
         self._group: Any = group
-        self._shared = None if device.type == "cpu" else share_memory(group, device)
-        self.pushed, self.pushed_rows = min(PUSHED // self.size, MOST_PUSHED), PUSHED_ROWS // self.size
+        self._shared = None if device.type == "cpu" else share_memory(group, device, store)
+        self.pushed, self.pushed_rows = PUSHED // self.size, PUSHED_ROWS // self.size
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of the ranks' tensors."""
@@ -97,7 +96,12 @@ class ProcessGroup:
         """The sum of the ranks' tensors and of `x`, and its RMS norm."""
         served = self._shared is not None and len(x) <= FLAGS // (4 * self.size) and self._fits(x, ADDED) and gain.is_contiguous()
         if self._shared is None or not served:
-            added = self.all_reduce_add(joined(parts, bias, x.dtype), x, slot)
+            own = joined(parts, bias, x.dtype)
+            if gain.is_contiguous() and own_kernels(x.device, x.dtype) and x.nbytes > ADDED:
+                from nanovllm.ops.linear.triton_many_rows import sum_norm
+
+                return sum_norm(self.all_reduce(own).unsqueeze(0), None, x.contiguous(), gain, eps, dependent_launch(self.device))
+            added = self.all_reduce_add(own, x, slot)
             return added, norm_add(added, gain, None, eps)
         given = parts.contiguous(), bias, x.contiguous(), gain, eps, self._shared
         if len(x) <= NUM_ROWS // self.size and x.nbytes <= min(self.pushed_rows, len(x) * ROW):
@@ -226,9 +230,9 @@ def _leave(group: "weakref.ref[Any]", *, ends: bool) -> None:
         dist.destroy_process_group()
 
 
-def mesh_of(group: dist.ProcessGroup, device: torch.device) -> Mesh:
-    """The mesh of a process that has joined a group. All ranks call this at the same time."""
-    one = ProcessGroup(group, device)
+def mesh_of(group: dist.ProcessGroup, device: torch.device, store: Any = None) -> Mesh:
+    """The mesh of a process that has joined a group. All ranks call this at the same time. `store` is that of `share_memory`."""
+    one = ProcessGroup(group, device, store)
     return Mesh(size=one.size, rank=one.rank, group=register(one), owner=one)
 
 

@@ -6,6 +6,7 @@ of pieces, those of rows, and whose turn it is.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,13 +17,12 @@ STAGE = 16 << 20  # bytes of the tensors of `all_reduce` and of gathered columns
 ADDED = 2 << 20  # bytes of a tensor of `all_reduce_add`, at most
 FLAGS = 128 << 10  # bytes of flags of one kind
 GATHERED = STAGE  # where the flags of gathered columns are
-PUSHED = 512 << 10  # bytes of the tensors of all ranks, if each pushes one, at most. Larger ones meet
-MOST_PUSHED = 128 << 10  # of one of them
-PUSHED_ROWS = 2 << 20  # of the rows that all ranks push to norm them, at most
+PUSHED = 1 << 20  # bytes of the tensors of all ranks, if each pushes one, at most. Larger ones meet
+PUSHED_ROWS = 4 << 20  # of the rows that all ranks push to norm them, at most
 PIECE = 512  # bytes of a tensor that one program, a warp, pushes: 16 of each thread
 ROW = 16 << 10  # bytes of a row that one program pushes and norms, at most
 PIECES = 2 << 20  # bytes of the places of pieces, for one turn: more than `PUSHED`, so that the bound can be measured
-NUM_ROWS = 256  # places of rows, for one turn
+NUM_ROWS = 512  # places of rows, for one turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,7 +36,7 @@ class Shared:
         table: The addresses of all ranks' memory on this GPU, int64 `[size]`.
         peers: The same addresses as numbers, which launches take as arguments.
         failed: One int32 in pinned host memory: whether a launch has waited in vain.
-        handle: What keeps the memory of the others mapped.
+        handle: What keeps the memory of the others mapped, and the store that has told where it is.
     """
 
     rank: int
@@ -65,11 +65,20 @@ ROW_TURNS = PIECE_TURNS + 4 * (PIECES // PIECE)
 END = ROW_TURNS + 4 * NUM_ROWS
 
 
-def share_memory(group: dist.ProcessGroup, device: torch.device) -> Shared | None:
-    """Allocate the memory, on all ranks at the same time; None if the GPUs cannot reach each other."""
-    import torch.distributed._symmetric_memory as symmetric
+def share_memory(group: dist.ProcessGroup, device: torch.device, store: Any = None) -> Shared | None:
+    """Allocate the memory, on all ranks at the same time; None if the GPUs cannot reach each other.
 
+    `store` is that of a group of its own, some of whose processes may have been in other groups before.
+    """
+    import torch.distributed._symmetric_memory as torch_symmetric
+
+    symmetric: Any = torch_symmetric
     try:
+        if store is not None:
+            from nanovllm.ops.distributed.renumbered_store import Renumbered
+
+            store = Renumbered(store)
+            symmetric._SymmetricMemory.set_group_info(group.group_name, group.rank(), group.size(), store)
         memory = symmetric.empty(END, dtype=torch.uint8, device=device)
         handle = symmetric.rendezvous(memory, group.group_name)
     except RuntimeError:
@@ -85,5 +94,5 @@ def share_memory(group: dist.ProcessGroup, device: torch.device) -> Shared | Non
         table=torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device),
         peers=tuple(handle.buffer_ptrs),
         failed=torch.zeros(1, dtype=torch.int32, pin_memory=True),
-        handle=handle,
+        handle=(handle, store),
     )
