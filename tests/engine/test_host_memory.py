@@ -6,15 +6,20 @@ import numpy as np
 import pytest
 
 from nanovllm.chunks.prefill import prefill
+from nanovllm.config import Mesh
+from nanovllm.engine import host_memory
 from nanovllm.engine.init_state import init_state
 from nanovllm.engine.requests import cancel, submit, submit_many
 from nanovllm.engine.step import step
 from nanovllm.entrypoints.memory.report import memory
-from nanovllm.errors import InvalidRequestError
+from nanovllm.errors import InvalidRequestError, OutOfPagesError
 from nanovllm.executor.executor import runtime_of
+from nanovllm.ops.distributed.in_process import run_ranks
 from nanovllm.sampling.params import SamplingParams
+from nanovllm.state.digest import digest
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.invariants import check
+from nanovllm.state.kv_cache import bytes_per_page
 from nanovllm.state.offload import Rates
 from nanovllm.testing.models import random_model, tiny_config
 from nanovllm.testing.shadows.memory import freeze
@@ -199,3 +204,64 @@ def test_the_memory_report_tells_how_much_is_used():
     assert (report.num_host_pages, report.num_host_used) == (state.pool.host.num_pages, state.stats.offloaded_tokens // 4)
     assert f"{report.num_host_used} of {report.num_host_pages:,} pages of host memory used" in report.text()
     assert "host memory" not in memory(engine(host_kv_gib=0)).text()
+
+
+# Several ranks
+
+HEADS = tiny_config(**{**SIZES, "num_kv_heads": 2})
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "fp8"])
+def test_ranks_keep_their_own_heads_and_plan_alike(kv_dtype):
+    def run(mesh: Mesh | None):
+        model = random_model(HEADS, dtype="float64", mesh=mesh)
+        state = init_state(model, num_pages=8, page_size=4, host_kv_gib=2 * GIB, kv_dtype=kv_dtype)
+        host = state.pool.host
+        assert host is not None
+        state = replace(state, pool=replace(state.pool, host=replace(host, rates=ALWAYS)))
+        told = []
+        for seed in (0, 1, 2, 0, 1, 2, 2):
+            state, rid = submit(model, state, prompt(seed), GREEDY)
+            state, outputs = drain(model, state)
+            check(state)
+            told.append((outputs[rid].token_ids, outputs[rid].num_cached_tokens))
+        return told, state.stats, host.num_pages, host.page_bytes, digest(state, whole=True)
+
+    told, stats, num_pages, page_bytes, _ = run(None)
+    assert stats.loaded_tokens == 3 * 20
+    one, two = run_ranks(run, 2)
+    assert one == two, "the ranks differ"
+    assert one[:3] == (told, stats, num_pages) and 2 * one[3] == page_bytes
+
+
+def test_ranks_have_the_least_of_the_host_pages_and_the_rates_of_rank_0():
+    def run(mesh: Mesh):
+        model = random_model(HEADS, dtype="float64", mesh=mesh)
+        host = init_state(model, num_pages=8, page_size=4, host_kv_gib=(2 - mesh.rank) * GIB).pool.host
+        assert host is not None
+        return host.num_pages, host.rates
+
+    one, two = run_ranks(run, 2)
+    page = bytes_per_page(HEADS, page_size=4, dtype=MODEL.dtype) * 2  # in float64
+    assert one == two and one[0] == int(GIB * 2**30) // page
+
+
+def test_no_rank_goes_on_if_one_gets_no_host_memory(monkeypatch):
+    memory = host_memory.HostMemory
+
+    def short(kv, num_pages):
+        if not failed:
+            failed.append(True)
+            raise OutOfPagesError("planted: lower host_kv_gib")
+        return memory(kv, num_pages)
+
+    failed = []
+    monkeypatch.setattr(host_memory, "HostMemory", short)
+    told = run_ranks(_raised, 2)
+    assert sorted(map(str.split, told), key=len)[0][0] == "planted:" and len({*told}) == 2
+
+
+def _raised(mesh: Mesh) -> str:
+    with pytest.raises(OutOfPagesError, match="lower host_kv_gib") as caught:
+        init_state(random_model(HEADS, dtype="float64", mesh=mesh), num_pages=8, page_size=4, host_kv_gib=GIB)
+    return str(caught.value)
