@@ -5,7 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from nanovllm.chunks.compose import compose
+from nanovllm.chunks.generate import generate
+from nanovllm.chunks.handles import release
 from nanovllm.chunks.prefill import prefill
+from nanovllm.chunks.score import score
+from nanovllm.chunks.session import abandon, begin
+from nanovllm.chunks.storage.file import load_chunk, save_chunk
 from nanovllm.config import Mesh
 from nanovllm.engine import host_memory
 from nanovllm.engine.init_state import init_state
@@ -151,13 +157,46 @@ def test_a_request_can_be_cancelled_after_its_pages_were_loaded():
     assert state.pool.num_available == 8
 
 
-def test_calls_on_chunks_evict_without_keeping():
-    state = engine()
-    state, _ = reply(state, prompt(0))
+@pytest.mark.parametrize("name", ["prefill", "compose", "load_chunk", "generate", "begin", "score"])
+def test_pages_that_calls_on_chunks_push_out_are_kept(name, tmp_path):
+    state, file = engine(), tmp_path / "chunk.safetensors"
+    if name == "load_chunk":
+        state, chunk = prefill(MODEL, state, prompt(3, 29))
+        save_chunk(state, chunk, file)
+        state = release(state, chunk)
+        state = cleared(state)
+    state, both = prefill(MODEL, state, prompt(4, 6)) if name == "compose" else (state, None)
+    state, expected = reply(state, prompt(0))
     before = state.stats
-    state, _ = prefill(MODEL, state, prompt(3, 30))
+    match name:
+        case "prefill":
+            state, made = prefill(MODEL, state, prompt(3, 29))
+        case "compose":
+            state, made = compose(MODEL, state, [both] * 3)
+        case "load_chunk":
+            state, made = load_chunk(MODEL, state, file)
+        case "generate":
+            state, out = generate(MODEL, state, prompt(3, 26), GREEDY)
+            made = out.chunk
+        case "begin":
+            state, carry = begin(MODEL, state, [prompt(3, 26)], GREEDY, room=4)
+            state = abandon(state, carry)
+            made = None
+        case _:
+            state, _ = score(MODEL, state, [prompt(3, 26)], [prompt(5, 3)])
+            made = None
     check(state)
-    assert state.stats.offloaded_tokens == before.offloaded_tokens
+    assert state.stats.offloaded_tokens > before.offloaded_tokens
+    for chunk in (made, both):
+        state = state if chunk is None else release(state, chunk)
+    state, output = reply(state, prompt(0))
+    assert output.token_ids == expected.token_ids and output.num_cached_tokens == 20
+
+
+def cleared(state: EngineState) -> EngineState:
+    """The state whose pages hold another prompt."""
+    state, _ = reply(state, prompt(9, 28))
+    return state
 
 
 def test_old_values_stay_as_they_were():

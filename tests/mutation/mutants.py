@@ -193,6 +193,16 @@ MUTANTS: tuple[Mutant, ...] = (
         ("copies that take longer are made", "< num_tokens / rates.tokens_per_second", "< 2 * num_tokens / rates.tokens_per_second"),
     ),
     *bugs(
+        "engine/host_copies.py",
+        ("tests/engine/test_host_memory.py",),
+        (
+            "calls on chunks forget their copies",
+            "return copied(replace(state, pool=replace(pool, host=host)), moves, taken)",
+            "return replace(state, pool=replace(pool, host=host))",
+        ),
+        ("copies out count as copies in", "loaded_tokens=into * size", "loaded_tokens=out * size"),
+    ),
+    *bugs(
         "engine/host_pages.py",
         ("tests/engine/test_host_memory.py",),
         ("namespaces share host memory", "find(host, tokens, held, size, namespace)", "find(host, tokens, held, size)"),

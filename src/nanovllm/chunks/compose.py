@@ -15,6 +15,7 @@ from nanovllm.chunks.handles import chunk_of, cut, cut_live, fork
 from nanovllm.chunks.layout import Layout, gapped, joined, shifted, slots_of
 from nanovllm.chunks.prefill import adopt, fill, plain_request, plain_sequence, reserve_all, run_again
 from nanovllm.engine.donation import commit_state, enter_with, guarded, require_chunk, require_live, require_namespace
+from nanovllm.engine.host_copies import settled
 from nanovllm.engine.mirrored import mirrored
 from nanovllm.engine.requests import capacity
 from nanovllm.errors import InvalidRequestError
@@ -238,21 +239,21 @@ def _placed(
     early = page_ops.upcoming(state.pool.pages, layout.num_fresh) if state.pool.frames is None else None
     if early is not None:
         _move(model, state, layout, early)
-    pool = pools.acquire(state.pool, [*layout.head.tolist(), *layout.tail.tolist()])
+    pool = pools.acquire(pools.planning(state.pool), [*layout.head.tolist(), *layout.tail.tolist()])
     allocated = pools.allocate(pool, layout.num_fresh)
     if allocated is None:
         raise pools.too_few(pool, f"the chunk needs {layout.num_fresh} pages")
     pool, fresh = allocated
     taken.note(pool, fresh)
+    state = settled(state, pool, taken)
     if early is None:
-        _move(model, replace(state, pool=pool), layout, fresh)
+        _move(model, state, layout, fresh)
     pages = IntVector.of(np.concatenate((layout.head, np.array(fresh, np.int32), layout.tail)))
     operations = dict.fromkeys((*(name for source in sources for name in source.provenance.operations), operation))
     sequence = Sequence(
         request=plain_request(total, namespace), tokens=layout.tokens, pages=pages, num_filled=total, most_filled=total,
         provenance=Provenance(operations=tuple(operations)), exact_len=layout.num_exact, gaps=layout.gaps,
     )  # fmt: skip
-    state = replace(state, pool=pool)
     places = _chosen(model, state, sequence, sources, recompute)
     run_again(model, state, sequence, places)
     probed = total - len(sources[0]) if isinstance(recompute, float) else 0

@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from nanovllm.chunks import prefill
 from nanovllm.engine import donation, failures
 from nanovllm.executor.kv_offload import HostMemory
 from nanovllm.state import offload, prefix_keys
 from nanovllm.state import pages as page_ops
 from nanovllm.state.offload import Moves
+from nanovllm.state.pool import Taken
 from nanovllm.testing.machines.host_memory import HostMemoryMachine
 from nanovllm.testing.shadows.late_copies import LateCopies
 from tests.property.faults.engine import Fault
@@ -87,6 +89,17 @@ def _mixes_up_keys(keep):
     return lambda host, pages, keys: keep(host, pages[::-1], keys)
 
 
+def _forgets_the_copies(settled):
+    def faulty(state, pool, taken):
+        return replace(state, pool=replace(pool, host=offload.settled(pool.host)[0]))
+
+    return faulty
+
+
+def _notes_no_host_pages(settled):
+    return lambda state, pool, taken: settled(state, pool, Taken())
+
+
 HOST_FAULTS: tuple[Fault, ...] = (
     Fault(
         name="host memory: a page used before its copy ended",
@@ -153,5 +166,17 @@ HOST_FAULTS: tuple[Fault, ...] = (
         machine=HostMemoryMachine,
         targets=((offload, "keep"),),
         faulty=_mixes_up_keys,
+    ),
+    Fault(
+        name="host memory: a call on chunks that forgets its copies",
+        machine=HostMemoryMachine,
+        targets=((prefill, "settled"),),
+        faulty=_forgets_the_copies,
+    ),
+    Fault(
+        name="host memory: what a failed call on chunks wrote is trusted",
+        machine=HostMemoryMachine,
+        targets=((prefill, "settled"),),
+        faulty=_notes_no_host_pages,
     ),
 )

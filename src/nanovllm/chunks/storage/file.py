@@ -25,6 +25,7 @@ from nanovllm.chunks.storage.format import Head, Outline
 from nanovllm.chunks.storage.heads import all_heads, own_heads
 from nanovllm.config import Mesh, RopeConfig
 from nanovllm.engine.donation import commit_state, enter, enter_with, guarded, require_live
+from nanovllm.engine.host_copies import settled
 from nanovllm.engine.mirrored import calling_mesh, mirrored
 from nanovllm.engine.requests import capacity
 from nanovllm.errors import ChunkFileError, ChunkMismatchError, InvalidRequestError, OutOfPagesError
@@ -185,14 +186,15 @@ def place(
             for _ in windows:
                 pass
     with guarded(state) as taken:
-        pool, fresh = pools.allocate(pool, missing) or (pool, ())
+        pool, fresh = pools.allocate(pools.planning(pool), missing) or (pool, ())
         taken.note(pool, fresh)
+        state = settled(state, pool, taken)
+        pool = state.pool
         require_writable(pool.pages, fresh)
         pages = IntVector.of(shared).extend(fresh)
         start = len(shared) * size
         at = np.arange(count)
         slots = (pages.array()[at // size] * size + at % size).astype(np.int32)
-        state = replace(state, pool=pool)
         of_pools = [
             torch.from_numpy(frame_slots(pool.frames, slots, size) if framed and pool.frames is not None else slots).to(model.device)
             for framed in windowed_pools(state)
