@@ -193,6 +193,22 @@ MUTANTS: tuple[Mutant, ...] = (
         ("copies that take longer are made", "< num_tokens / rates.tokens_per_second", "< 2 * num_tokens / rates.tokens_per_second"),
     ),
     *bugs(
+        "state/moved_chunks.py",
+        ("tests/chunks/test_offload.py",),
+        ("chunks in host memory are replaced", "and at in host.key_of]", "]"),
+        ("what a call gave up is free at once", "held=(*host.held, *host.moved[liveness].pages))", "held=host.held)"),
+        (
+            "a second handle owns no host page",
+            "used=page_ops.retain(host.used, pages), moved=host.moved.set(new",
+            "moved=host.moved.set(new",
+        ),
+    ),
+    *bugs(
+        "engine/resident.py",
+        ("tests/chunks/test_offload.py",),
+        ("a failed call trusts what it overwrote", "state.runtime.lease.lose(lost, taken.host_pages)", "pass"),
+    ),
+    *bugs(
         "engine/host_copies.py",
         ("tests/engine/test_host_memory.py",),
         (

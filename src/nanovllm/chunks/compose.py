@@ -18,6 +18,7 @@ from nanovllm.engine.donation import commit_state, enter_with, guarded, require_
 from nanovllm.engine.host_copies import settled
 from nanovllm.engine.mirrored import mirrored
 from nanovllm.engine.requests import capacity
+from nanovllm.engine.resident import resident
 from nanovllm.errors import InvalidRequestError
 from nanovllm.models.model import Model
 from nanovllm.ops.distributed.collectives import all_reduce
@@ -91,6 +92,9 @@ def compose(
         raise InvalidRequestError(f"the chunks have {num_tokens} tokens; this engine holds at most {capacity(state)}")
     if len(chunks) == 1 and not first.gaps:
         return fork(state, first)
+    state = resident(state, chunks)
+    chunks = [require_live(state, chunk) for chunk in chunks]
+    first = chunks[0]
     tokens = first.tokens.extend(np.concatenate([chunk.token_ids for chunk in chunks[1:]] or [np.empty(0, np.int32)]))
     with guarded(state) as taken:
         if isinstance(amount, str):
@@ -155,6 +159,9 @@ def drop(
     """
     state = enter_with(model, state)
     require_namespace(namespace)
+    require_live(state, chunk)
+    _span(chunk, start, stop)
+    state = resident(state, chunk)
     with guarded(state) as taken:
         state, kept = dropped(model, state, chunk, start, stop, mode, taken, namespace)
         return commit_state(state), kept
@@ -163,8 +170,8 @@ def drop(
 def dropped(
     model: Model, state: EngineState, chunk: Chunk, start: int, stop: int, mode: str, taken: Taken, namespace: int = 0
 ) -> tuple[EngineState, Chunk]:
-    """`drop` without the commit. Pages that it takes are noted in `taken`."""
-    require_live(state, chunk)
+    """`drop` without the commit, of a chunk on the device. Pages that it takes are noted in `taken`."""
+    chunk = require_live(state, chunk)
     start, stop = _span(chunk, start, stop)
     if mode not in MODES:
         raise InvalidRequestError(f"mode={mode!r} is not one of {', '.join(MODES)}")

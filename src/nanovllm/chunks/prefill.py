@@ -18,6 +18,7 @@ from nanovllm.engine.mirrored import mirrored
 from nanovllm.engine.output import counted
 from nanovllm.engine.prompt import parts_of, resolve
 from nanovllm.engine.requests import begin_sequence, capacity
+from nanovllm.engine.resident import resident
 from nanovllm.errors import InvalidRequestError
 from nanovllm.executor.executor import executor_of
 from nanovllm.models.model import Model
@@ -225,8 +226,9 @@ def prefill(
     num_tokens, limit = len(resolved.tokens), capacity(state, resolved.base)
     if num_tokens > limit:
         raise InvalidRequestError(f"the chunk would have {resolved.count} tokens; this engine holds at most {limit}")
+    state, base = resident(state, resolved.base), resolved.base
     with guarded(state) as taken:
-        filled, sequences = adopt(state, [plain_sequence(resolved.tokens, resolved.base, namespace)])
+        filled, sequences = adopt(state, [plain_sequence(resolved.tokens, base and state.chunks[base.liveness], namespace)])
         filled, sequences = reserve_all(filled, sequences, [num_tokens], taken)
         filled, (sequence,) = fill(model, filled, sequences)
         filled, chunk = chunk_of(model, filled, sequence)

@@ -8,9 +8,10 @@ import numpy as np
 
 from nanovllm.chunks.handles import detach, release, truncate
 from nanovllm.chunks.thinking import Retain, think_spans, without_thinking
-from nanovllm.engine.donation import commit_state, enter, guarded
+from nanovllm.engine.donation import commit_state, enter, guarded, require_live
 from nanovllm.engine.mirrored import mirrored
 from nanovllm.engine.requests import capacity, new_sequence, submit_many
+from nanovllm.engine.resident import resident
 from nanovllm.engine.step import step
 from nanovllm.entrypoints.process import noted_interrupts
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
@@ -143,8 +144,9 @@ def answer_of(model: Model, state: EngineState, chunk: Chunk, start: int, retain
     If pages are short, the chunk is returned unchanged, and the next turn runs the answer again.
     """
     try:
-        with guarded(state) as taken:
-            after, kept = without_thinking(model, enter(state), chunk, start, retain, taken)
+        entered = resident(enter(state), chunk)
+        with guarded(entered) as taken:
+            after, kept = without_thinking(model, entered, require_live(entered, chunk), start, retain, taken)
             return commit_state(after), kept
     except NanoVLLMError:
         return state, chunk

@@ -1,0 +1,136 @@
+"""`offload`: a live chunk leaves the device for host memory; and which chunks do so when requests lack pages."""
+
+from collections.abc import Collection
+from dataclasses import replace
+
+import numpy as np
+
+from nanovllm.engine.donation import commit_state, enter, guarded, require_live
+from nanovllm.engine.draft import missing_pages
+from nanovllm.engine.host_copies import settled
+from nanovllm.engine.mirrored import mirrored
+from nanovllm.errors import InvalidRequestError, OutOfPagesError
+from nanovllm.state import pool as pools
+from nanovllm.state.chunk import Chunk
+from nanovllm.state.engine_state import EngineState
+from nanovllm.state.kv_cache import pages_for
+from nanovllm.state.moved_chunks import move_out
+from nanovllm.state.sequence_pages import shares_tail
+from nanovllm.state.vector import IntVector, joined
+
+
+@mirrored
+def offload(state: EngineState, chunk: Chunk) -> EngineState:
+    """Move the KV of a live chunk to host memory, so that its pages of the device are available.
+
+    Donates `state`. The chunk stays the same: the next call that needs its KV copies it back first. `fork`, `truncate`, `release` and
+    `save_chunk` do not need that. A chunk that is in host memory already stays there. Pages that other chunks or requests share stay on
+    the device for them. Exact KV of equal prefixes is kept once.
+
+    Args:
+        state: The newest state of an engine with the option `host_kv_gib`.
+        chunk: The chunk. It stays valid.
+
+    Returns:
+        The next state. `state.chunks[chunk.liveness]` has no pages until the chunk comes back, and then those that it has now.
+
+    Raises:
+        InvalidRequestError: `chunk` is not a chunk, or the engine has no host memory.
+        OutOfPagesError: Host memory has too few pages that are not those of other chunks.
+        DonatedStateError: `state` was donated to a later call.
+        ReleasedChunkError: `chunk` was released.
+        ForeignChunkError: `chunk` belongs to another engine.
+
+    Examples:
+        >>> state = nv.init_state(model, num_pages=64, host_kv_gib=0.01)
+        >>> state, facts = nv.prefill(model, state, "The king of Aistonia is Oswin.")
+        >>> state = nv.offload(state, facts)
+        >>> len(state.chunks[facts.liveness].pages), state.stats.offloaded_tokens
+        (0, 16)
+        >>> greedy = nv.SamplingParams(temperature=0, max_tokens=8, stop=".")
+        >>> state, reply = nv.generate(model, state, [facts, " The king of Aistonia is"], greedy)
+        >>> reply.text, len(state.chunks[facts.liveness].pages)
+        (' Oswin', 1)
+    """
+    state = enter(state)
+    chunk = require_live(state, chunk)
+    host = state.pool.host
+    if host is None:
+        raise InvalidRequestError("offload needs host memory: give host_kv_gib to init_state")
+    if chunk.liveness in host.moved:
+        return commit_state(state)
+    pool = move_out(pools.planning(state.pool), chunk)
+    if pool is None:
+        free = host.used.num_free + host.ages.count
+        raise OutOfPagesError(
+            f"{chunk!r} needs host memory, of which {free} of {host.num_pages} pages are available: release chunks, or raise host_kv_gib"
+        )
+    with guarded(state) as taken:
+        without = replace(chunk, pages=IntVector.of())
+        moved = settled(replace(state, chunks=state.chunks.set(chunk.liveness, without)), pool, taken)
+        return commit_state(moved)
+
+
+def with_pages(state: EngineState, num_pages: int, keep: Collection[int] = ()) -> EngineState:
+    """The state after chunks were moved to host memory, the oldest first, until `num_pages` pages are available, or no chunk is left.
+
+    Donates `state` if a chunk was moved. Chunks whose pages others share are not moved, because that would give no pages.
+
+    Args:
+        state: The newest state.
+        num_pages: The pages.
+        keep: The `liveness` of chunks that stay.
+    """
+    host = state.pool.host
+    if host is None or num_pages <= state.pool.num_available:
+        return state
+    for liveness in sorted(state.chunks.keys()):
+        chunk = state.chunks[liveness]
+        if liveness in keep or not _num_freed(state, chunk):
+            continue
+        try:
+            state = offload(state, chunk)
+        except OutOfPagesError:  # host memory is full of chunks; a smaller one may fit
+            continue
+        if num_pages <= state.pool.num_available:
+            break
+    return state
+
+
+def relieved(state: EngineState, keep: Collection[int] = ()) -> EngineState:
+    """The state after chunks were moved to host memory because without their pages the first request could not go on, ever.
+
+    Donates `state` if a chunk was moved. As long as requests hold pages for which the first one can wait, nothing is moved.
+
+    Args:
+        state: The newest state.
+        keep: The `liveness` of chunks that stay.
+    """
+    host, size, available = state.pool.host, state.config.page_size, state.pool.num_available
+    if host is None or len(host.moved) == len(state.chunks):
+        return state
+    first = state.waiting.first()
+    if state.running:
+        if available > 1:  # a page for its next token, and one in which a shared one is copied
+            return state
+        first = state.running[0]
+    if first is None:
+        return state
+    length = first.num_filled + 1 if state.running else first.tokens.length + 1
+    wanted = max(0, missing_pages(first, length, size)) + shares_tail(state.pool, first, size)
+    if wanted <= available:
+        return state
+    held = [(s.pages, 0, s.pages.length) for s in (*state.running, *state.waiting) if s is not first and s.pages.length]
+    others = np.unique(joined(held)) if held else np.empty(0, np.int32)
+    return with_pages(state, wanted, keep) if wanted > available + len(others) else state
+
+
+def room_for(state: EngineState, num_tokens: int, keep: Collection[int] = ()) -> EngineState:
+    """`with_pages` for a context of `num_tokens` tokens and one more page."""
+    return with_pages(state, pages_for(num_tokens, state.config.page_size) + 1, keep)
+
+
+def _num_freed(state: EngineState, chunk: Chunk) -> int:
+    """How many pages become available if a chunk gives up its own."""
+    pages = chunk.pages.array()
+    return int(np.count_nonzero(state.pool.pages.owners(pages) - state.pool.prefix.contains(pages) == 1)) if len(pages) else 0
