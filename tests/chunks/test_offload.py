@@ -206,7 +206,7 @@ def test_a_call_that_fails_after_a_chunk_came_back_leaves_the_old_state(name: st
     state, chunk = nv.prefill(MODEL, engine(num_host_pages=7, num_pages=16), prompt(0))
     kv = kv_bytes(state, chunk)
     state = nv.offload(state, chunk)
-    state, other = nv.prefill(MODEL, state, prompt(8, 40))
+    state, other = nv.prefill(MODEL, state, prompt(8, 60))
     state = nv.release(state, other)
     executor, content = runtime_of(state).executor, freeze(state.pool)
 
@@ -221,8 +221,8 @@ def test_a_call_that_fails_after_a_chunk_came_back_leaves_the_old_state(name: st
         use(name, MODEL, state, chunk)
     monkeypatch.undo()
     assert freeze(state.pool) == content and kv_bytes(state, chunk) == kv
-    state, again = nv.prefill(MODEL, state, prompt(8, 40))  # nothing that was overwritten is found
-    expected, fresh = nv.prefill(MODEL, nv.init_state(MODEL, num_pages=16, page_size=4), prompt(8, 40))
+    state, again = nv.prefill(MODEL, state, prompt(8, 60))  # nothing that was overwritten is found
+    expected, fresh = nv.prefill(MODEL, nv.init_state(MODEL, num_pages=16, page_size=4), prompt(8, 60))
     assert kv_bytes(state, again) == kv_bytes(expected, fresh)
     state = nv.release(state, again)
     state, _ = use(name, MODEL, state, chunk)

@@ -732,7 +732,7 @@ MUTANTS: tuple[Mutant, ...] = (
         HANDLES,
         (
             "a truncated chunk keeps its last page",
-            "pages=chunk.pages.truncate(pages_for(length, page_size)),",
+            "pages=chunk.pages.truncate(min(len(chunk.pages), pages_for(length, page_size))),",
             "pages=chunk.pages.truncate(min(len(chunk.pages), length // page_size + 1)),",
         ),
     ),
@@ -1122,7 +1122,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("the last wrong token is named", "flat[(flat < 0) | (flat >= vocab_size)][0]", "flat[(flat < 0) | (flat >= vocab_size)][-1]"),
         ("parts after a token id are token ids", "(*context[:1], *context[-1:])", "context[:1]"),
         ("the first part has no number", 'if len(parts) > 1 else "")', 'if place else "")'),
-        ("a released chunk is continued", "            require_live(state, part)\n", ""),
+        ("a released chunk is continued", "base, total = require_live(state, part), len(part)", "base, total = part, len(part)"),
     ),
     # Hidden states, and prompts without KV memory
     *bugs(

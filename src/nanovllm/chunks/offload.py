@@ -1,7 +1,8 @@
 """`offload`: a live chunk leaves the device for host memory; and which chunks do so when requests lack pages."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -9,11 +10,11 @@ from nanovllm.engine.donation import commit_state, enter, guarded, require_live
 from nanovllm.engine.draft import missing_pages
 from nanovllm.engine.host_copies import settled
 from nanovllm.engine.mirrored import mirrored
+from nanovllm.engine.resident import chunks_in
 from nanovllm.errors import InvalidRequestError, OutOfPagesError
 from nanovllm.state import pool as pools
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.engine_state import EngineState
-from nanovllm.state.kv_cache import pages_for
 from nanovllm.state.moved_chunks import move_out
 from nanovllm.state.sequence_pages import shares_tail
 from nanovllm.state.vector import IntVector, joined
@@ -71,18 +72,17 @@ def offload(state: EngineState, chunk: Chunk) -> EngineState:
         return commit_state(moved)
 
 
-def with_pages(state: EngineState, num_pages: int, keep: Collection[int] = ()) -> EngineState:
-    """The state after chunks were moved to host memory, the oldest first, until `num_pages` pages are available, or no chunk is left.
+def moved_until(state: EngineState, enough: Callable[[EngineState], bool], keep: Collection[int] = ()) -> EngineState:
+    """The state after chunks were moved to host memory, the oldest first, until there is enough room, or no chunk is left to move.
 
     Donates `state` if a chunk was moved. Chunks whose pages others share are not moved, because that would give no pages.
 
     Args:
         state: The newest state.
-        num_pages: The pages.
+        enough: Whether a state has enough room.
         keep: The `liveness` of chunks that stay.
     """
-    host = state.pool.host
-    if host is None or num_pages <= state.pool.num_available:
+    if state.pool.host is None or enough(state):
         return state
     for liveness in sorted(state.chunks.keys()):
         chunk = state.chunks[liveness]
@@ -92,9 +92,24 @@ def with_pages(state: EngineState, num_pages: int, keep: Collection[int] = ()) -
             state = offload(state, chunk)
         except OutOfPagesError:  # host memory is full of chunks; a smaller one may fit
             continue
-        if num_pages <= state.pool.num_available:
+        if enough(state):
             break
     return state
+
+
+def with_pages(state: EngineState, num_pages: int, keep: Collection[int] = ()) -> EngineState:
+    """`moved_until` as many pages are available."""
+    return moved_until(state, lambda after: after.pool.num_available >= num_pages, keep)
+
+
+def with_room_for(state: EngineState, contexts: Any, keep: Collection[int] = ()) -> EngineState:
+    """`moved_until` all chunks of some contexts that are in host memory find room on the device. They stay in any case."""
+    host = state.pool.host
+    if host is None or not host.moved:
+        return state
+    own = {chunk.liveness for chunk in chunks_in(contexts)}
+    count = sum(len(host.moved[liveness].pages) for liveness in own if liveness in host.moved)
+    return with_pages(state, count, own.union(keep))
 
 
 def relieved(state: EngineState, keep: Collection[int] = ()) -> EngineState:
@@ -123,11 +138,6 @@ def relieved(state: EngineState, keep: Collection[int] = ()) -> EngineState:
     held = [(s.pages, 0, s.pages.length) for s in (*state.running, *state.waiting) if s is not first and s.pages.length]
     others = np.unique(joined(held)) if held else np.empty(0, np.int32)
     return with_pages(state, wanted, keep) if wanted > available + len(others) else state
-
-
-def room_for(state: EngineState, num_tokens: int, keep: Collection[int] = ()) -> EngineState:
-    """`with_pages` for a context of `num_tokens` tokens and one more page."""
-    return with_pages(state, pages_for(num_tokens, state.config.page_size) + 1, keep)
 
 
 def _num_freed(state: EngineState, chunk: Chunk) -> int:

@@ -14,7 +14,7 @@ from nanovllm.engine.requests import capacity, new_sequence, submit_many
 from nanovllm.engine.resident import resident
 from nanovllm.engine.step import step
 from nanovllm.entrypoints.process import noted_interrupts
-from nanovllm.errors import InvalidRequestError, NanoVLLMError
+from nanovllm.errors import InvalidRequestError, NanoVLLMError, OutOfPagesError
 from nanovllm.models.model import Model
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.chunk import Chunk
@@ -98,7 +98,10 @@ def turn(
         # No exception may escape before `detach`, because the only live state would be lost.
         state, context = _continued(state, asked.chunk, tokens, _hidden(model, asked))
         prompt = sum(map(len, context)) if isinstance(context, tuple) else len(context)
-        state, (request,) = submit_many(model, state, [context], [params], keep=True)
+        try:
+            state, (request,) = submit_many(model, state, [context], [params], keep=True)
+        except OutOfPagesError:  # the chunk finds no room to come back from host memory, so its tokens run again
+            state, (request,) = submit_many(model, state, [tokens], [params], keep=True)
         if isinstance(context, tuple):
             state = release(state, context[0])
         first = start
