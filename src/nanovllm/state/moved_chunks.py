@@ -106,7 +106,8 @@ def _indexed(pool: Pool, chunk: Chunk, pages: np.ndarray) -> tuple[int, list[byt
     """The namespace in which the prefix index holds the first pages of a chunk, and the keys of these pages."""
     size = pool.prefix.page_size
     count = chunk.num_exact // size
-    if not count or pages[0] not in pool.prefix or (root := pool.prefix.before(pages[0])) > ROOT:
+    first = pages.item(0)
+    if not count or first not in pool.prefix or (root := pool.prefix.before(first)) > ROOT:
         return 0, []
     exact = chunk.tokens.array(0, count * size)
     matched = pools.match(pool, exact, ROOT - root)
