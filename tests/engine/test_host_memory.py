@@ -27,6 +27,7 @@ from nanovllm.state.engine_state import EngineState
 from nanovllm.state.invariants import check
 from nanovllm.state.kv_cache import bytes_per_page
 from nanovllm.state.offload import Rates
+from nanovllm.state.prefix_keys import key_of
 from nanovllm.testing.models import random_model, tiny_config
 from nanovllm.testing.shadows.memory import freeze
 from nanovllm.testing.shadows.worlds import drain
@@ -120,6 +121,40 @@ def test_a_preempted_request_finds_its_pages_again():
     assert replies[0] == replies[1]
     assert stats[0].preemptions == stats[1].preemptions > 0
     assert stats[0].rerun_tokens > stats[1].rerun_tokens and stats[1].loaded_tokens > 0
+
+
+def under_pressure(gib: float):
+    """Twelve requests that need twice the pages of the pool: their replies, and the share of tokens that were run again."""
+    long = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    state, ids = engine(host_kv_gib=gib, num_pages=24, max_num_seqs=6), []
+    for seed in range(12):
+        state, rid = submit(MODEL, state, prompt(seed, 11 + seed % 5), long)
+        ids.append(rid)
+    state, outputs = drain(MODEL, state)
+    check(state)
+    assert state.stats.preemptions > 10
+    return [outputs[rid].token_ids for rid in ids], state.stats.rerun_tokens / (state.stats.prefill_tokens + state.stats.decode_tokens)
+
+
+def test_preempted_requests_run_no_token_again():
+    (expected, without), (replies, share) = under_pressure(0), under_pressure(GIB)
+    assert replies == expected
+    assert without > 0.25 and share == 0
+
+
+def test_the_last_page_of_a_preempted_request_is_kept_with_the_tokens_that_it_has():
+    state = engine(num_pages=8, max_num_seqs=2)
+    for seed in (0, 1):
+        state, _ = submit(MODEL, state, prompt(seed, 10 + seed), replace(GREEDY, max_tokens=12))
+    while not state.stats.preemptions:
+        state, _ = step(MODEL, state)
+    (sequence,) = state.waiting
+    tokens = sequence.tokens.array(0, sequence.most_filled)
+    host = state.pool.host
+    assert host is not None and len(tokens) % 4 and key_of(tokens) in host.by_key and key_of(tokens[:-1]) not in host.by_key
+    state, _ = drain(MODEL, state)
+    check(state)
+    assert state.stats.rerun_tokens == 0
 
 
 def test_a_failed_copy_leaves_the_old_state_usable(monkeypatch):

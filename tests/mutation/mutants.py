@@ -222,6 +222,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "engine/host_pages.py",
         ("tests/engine/test_host_memory.py",),
         ("namespaces share host memory", "find(host, tokens, held, size, namespace)", "find(host, tokens, held, size)"),
+        ("last pages are not found", "if filled < most < filled + size and", "if False and"),
         ("the rates do not matter", "if not offload.worth_loading(", "if False and not offload.worth_loading("),
     ),
     *bugs(

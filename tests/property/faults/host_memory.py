@@ -6,7 +6,7 @@ import numpy as np
 
 from nanovllm.chunks import handles, prefill
 from nanovllm.chunks import offload as offload_module
-from nanovllm.engine import donation, failures, resident
+from nanovllm.engine import donation, failures, host_pages, resident
 from nanovllm.executor.kv_offload import HostMemory
 from nanovllm.state import lru, moved_chunks, offload, prefix_keys
 from nanovllm.state import pages as page_ops
@@ -163,6 +163,10 @@ def _indexes_approximate_pages(indexed):
     return faulty
 
 
+def _takes_any_tail_for_the_same(key_of):
+    return lambda tokens, namespace=0: key_of(tokens[: len(tokens) - 1], namespace)
+
+
 HOST_FAULTS: tuple[Fault, ...] = (
     Fault(
         name="host memory: a page used before its copy ended",
@@ -229,6 +233,12 @@ HOST_FAULTS: tuple[Fault, ...] = (
         machine=HostMemoryMachine,
         targets=((offload, "keep"),),
         faulty=_mixes_up_keys,
+    ),
+    Fault(
+        name="host memory: last pages with other tokens are taken",
+        machine=HostMemoryMachine,
+        targets=((host_pages, "key_of"),),
+        faulty=_takes_any_tail_for_the_same,
     ),
     Fault(
         name="host memory: a call on chunks that forgets its copies",
