@@ -160,6 +160,19 @@ def test_two_processes_keep_kv_in_host_memory_alike() -> None:
             require_alike(two.generate(prompt, GREEDY), one.generate(prompt, GREEDY))
         assert two.state.stats.loaded_tokens == one.state.stats.loaded_tokens > 0
         assert two.state.stats == one.state.stats
+        replies = []
+        for llm in (two, one):  # a chunk goes there and comes back
+            llm.state, chunk = nv.prefill(llm.model, llm.state, FACTS * 4)
+            llm.state = nv.offload(llm.state, chunk)
+            llm.state, other = nv.prefill(llm.model, llm.state, prompts[1])
+            llm.state = nv.release(llm.state, other)
+            llm.state, reply = nv.generate(llm.model, llm.state, [chunk, " The king"], GREEDY)
+            replies.append(reply.token_ids)
+            llm.state = nv.offload(llm.state, reply.chunk)
+            assert len(llm.generate([prompts[2] * 2], GREEDY)[0].token_ids) == 12
+            assert llm.state.pool.host is not None and llm.state.pool.host.moved
+            llm.state = nv.release(nv.release(llm.state, chunk), reply.chunk)
+        assert replies[0] == replies[1]
         (host, alone) = (each.state.pool.host for each in (two, one))
         assert host is not None and alone is not None
         assert 2 * host.page_bytes == alone.page_bytes and host.num_pages == alone.num_pages
