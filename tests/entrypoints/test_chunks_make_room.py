@@ -68,6 +68,17 @@ def test_chunks_stay_while_requests_can_go_on() -> None:
     assert all(out.error is None for out in outputs) and not llm.state.pool.host.moved
 
 
+def test_a_long_prompt_behind_running_requests_gets_the_pages_of_chunks() -> None:
+    """A step looks at the requests that wait now and then, and would end one that chunks leave no pages."""
+    llm = nv.LLM(MODEL, **LIMITS, host_kv_gib=0.01)
+    with_chunks(llm, 1)
+    params = [nv.SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (16, 2)]
+    outputs = llm.generate([prompt(5, 4), prompt(7, 38)], params)
+    assert all(out.error is None and out.finish_reason == "length" and not out.out_of_pages for out in outputs)
+    assert len(llm.state.pool.host.moved) == 1
+    nv.check(llm.state)
+
+
 def test_an_event_loop_moves_them_too() -> None:
     async def main() -> None:
         async with nv.AsyncLLM(MODEL, **LIMITS, host_kv_gib=0.01) as llm:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from nanovllm.engine.admission import HELD
 from nanovllm.engine.donation import commit_state, enter, guarded, require_live
 from nanovllm.engine.draft import missing_pages
 from nanovllm.engine.host_copies import settled
@@ -16,6 +17,7 @@ from nanovllm.state import pool as pools
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.moved_chunks import move_out
+from nanovllm.state.request import Sequence
 from nanovllm.state.sequence_pages import shares_tail
 from nanovllm.state.vector import IntVector, joined
 
@@ -113,31 +115,37 @@ def with_room_for(state: EngineState, contexts: Any, keep: Collection[int] = ())
 
 
 def relieved(state: EngineState, keep: Collection[int] = ()) -> EngineState:
-    """The state after chunks were moved to host memory because without their pages the first request could not go on, ever.
+    """The state after chunks were moved to host memory because without their pages the next request could not go on, ever.
 
-    Donates `state` if a chunk was moved. As long as requests hold pages for which the first one can wait, nothing is moved.
+    Donates `state` if a chunk was moved. As long as requests hold pages for which another one can wait, nothing is moved. The next request
+    is the first one that runs, or the first one that waits, at which a step looks only now and then while something runs.
 
     Args:
         state: The newest state.
         keep: The `liveness` of chunks that stay.
     """
-    host, size, available = state.pool.host, state.config.page_size, state.pool.num_available
+    host = state.pool.host
     if host is None or len(host.moved) == len(state.chunks):
         return state
-    first = state.waiting.first()
-    if state.running:
-        if available > 1:  # a page for its next token, and one in which a shared one is copied
-            return state
+    if state.running and state.pool.num_available < 2:  # a page for its next token, and one in which a shared one is copied
         first = state.running[0]
-    if first is None:
-        return state
-    length = first.num_filled + 1 if state.running else first.tokens.length + 1
-    wanted = max(0, missing_pages(first, length, size)) + shares_tail(state.pool, first, size)
+        state = _with_pages_for(state, first, first.num_filled + 1, keep)
+    first = state.waiting.first()
+    if first is not None and not (state.running and state.num_steps % HELD):
+        state = _with_pages_for(state, first, first.tokens.length + 1, keep)
+    return state
+
+
+def _with_pages_for(state: EngineState, sequence: Sequence, length: int, keep: Collection[int]) -> EngineState:
+    """The state in which a sequence gets pages for so many tokens once the other requests give up theirs, if chunks stand in its way."""
+    size, available = state.config.page_size, state.pool.num_available
+    wanted = max(0, missing_pages(sequence, length, size)) + shares_tail(state.pool, sequence, size)
     if wanted <= available:
         return state
-    held = [(s.pages, 0, s.pages.length) for s in (*state.running, *state.waiting) if s is not first and s.pages.length]
-    others = np.unique(joined(held)) if held else np.empty(0, np.int32)
-    return with_pages(state, wanted, keep) if wanted > available + len(others) else state
+    own = sequence.request.request_id
+    held = [(s.pages, 0, s.pages.length) for s in (*state.running, *state.waiting) if s.request.request_id != own and s.pages.length]
+    others = len(np.unique(joined(held))) if held else 0
+    return with_pages(state, wanted - others, keep) if wanted > available + others else state
 
 
 def _num_freed(state: EngineState, chunk: Chunk) -> int:
