@@ -15,7 +15,7 @@ from nanovllm.testing.machines.chunks import ChunkMachine, ModelChunkMachine
 from nanovllm.testing.machines.engine import EngineMachine
 from nanovllm.testing.machines.failures import FailureMachine
 from nanovllm.testing.machines.frames import FrameMachine
-from nanovllm.testing.machines.host_memory import HostMemoryMachine
+from nanovllm.testing.machines.host_memory import HostChunkMachine, HostMemoryMachine
 from nanovllm.testing.machines.pages import PageMachine
 from nanovllm.testing.machines.prefix import PrefixMachine
 from nanovllm.testing.machines.run_ahead import AheadMachine
@@ -118,6 +118,12 @@ class Fp8HostMemory(HostMemoryMachine):
     world = SymbolicWorld(kv_dtype="fp8")
 
 
+class Fp8HostChunks(HostChunkMachine):
+    """Chunks in FP8 go to host memory with their scales."""
+
+    world = SymbolicWorld(kv_dtype="fp8")
+
+
 class RealHostMemory(HostMemoryMachine):
     """A real model whose KV comes back from host memory, against uncached forwards."""
 
@@ -148,6 +154,8 @@ class RealFp8(EngineMachine):
         (HostMemoryMachine, 25, 50),
         (Fp8HostMemory, 6, 50),
         (RealHostMemory, 2, 40),
+        (HostChunkMachine, 25, 30),
+        (Fp8HostChunks, 6, 30),
         (CascadeMachine, 3, 50),
         (CascadeChunkMachine, 6, 30),
         (SharedPages, 2, 40),

@@ -88,8 +88,8 @@ def init_state(
         kv_dtype: "fp8": keys and values as codes of 8 bits (e4m3), with a scale for each token and head, in about half of the memory.
             Results differ from those of unrounded KV. None: the dtype of the model.
         host_kv_gib: GiB of host memory for KV that would be lost when its pages are needed for other requests. Later requests with the
-            same prefix copy it back, where that is faster than running the tokens; the engine measures both at its start. 0: none. Models
-            with sliding-window layers and models on several ranks cannot have any.
+            same prefix copy it back, where that is faster than running the tokens; the engine measures both at its start. Several ranks
+            divide the memory. 0: none. Models with sliding-window layers cannot have any.
         mesh: The ranks that share the model, as given to `load_model`, for a program that wants to be sure. None: those of the model.
 
     Returns:

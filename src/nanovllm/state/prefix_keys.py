@@ -31,6 +31,13 @@ def keys_from(tokens: np.ndarray, start: int, page_size: int, namespace: int = 0
         yield hashed.digest()
 
 
+def key_of(tokens: np.ndarray, namespace: int = 0) -> bytes:
+    """The key of the last page of some tokens, int32, which it need not fill."""
+    hashed = _hash_of(namespace)
+    hashed.update(tokens.tobytes())
+    return hashed.digest()
+
+
 def keys_of(index: PrefixIndex, pages: np.ndarray) -> list[bytes]:
     """The keys of indexed pages, in the order given. The tokens before each radix-tree node are hashed once."""
     size, keys = index.page_size, dict[int, bytes]()
