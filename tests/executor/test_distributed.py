@@ -68,8 +68,9 @@ def test_an_engine_has_the_pages_that_all_ranks_can_hold(monkeypatch: pytest.Mon
 
 def test_a_process_may_be_in_several_groups_and_leave_one() -> None:
     stores = [opened_store() for _ in range(2)]
-    first, second = (joined(store, 0, 1, torch.device("cpu"), timedelta(seconds=20)) for store in stores)
-    left(mesh_of(first, torch.device("cpu")))
+    (first, own), (second, other) = (joined(store, 0, 1, torch.device("cpu"), timedelta(seconds=20)) for store in stores)
+    assert first.get_group_store() is own and second.get_group_store() is other  # by which symmetric memory is found
+    left(mesh_of(first, torch.device("cpu"), own))
     one, parts = torch.ones(1), [torch.empty(1)]
     dist.all_reduce(one, group=second)
     dist.all_gather(parts, one, group=second)

@@ -33,7 +33,7 @@ def store_at(port: int) -> Any:
     return dist.TCPStore(HOST, port, is_master=False)
 
 
-def joined(store: Any, rank: int, size: int, device: torch.device, timeout: timedelta) -> Any:
+def joined(store: Any, rank: int, size: int, device: torch.device, timeout: timedelta) -> tuple[Any, Any]:
     """Join a process group of its own, besides that of `torch.distributed.init_process_group`, so that a process may be in several.
 
     All ranks call this at the same time. CPU tensors go through gloo, those of a GPU through NCCL.
@@ -44,10 +44,16 @@ def joined(store: Any, rank: int, size: int, device: torch.device, timeout: time
         size: The number of ranks.
         device: The device of this rank.
         timeout: How long a collective operation waits for the other ranks.
+
+    Returns:
+        The group, and its store, which must live as long as the group.
     """
+    from nanovllm.ops.distributed.renumbered_store import Renumbered
+
     name, kinds = f"{NAME}-{store.port}", dist.ProcessGroup.BackendType
     shared = dist.PrefixStore(name, store)
-    group = dist.ProcessGroup(shared, rank, size)
+    own = Renumbered(shared)  # rank 0 may have been in other groups before, and then counts otherwise than the others
+    group = dist.ProcessGroup(own, rank, size)
     near = dist.ProcessGroupGloo._Options()
     near._timeout, near._devices = timeout, [dist.ProcessGroupGloo.create_device(hostname=HOST)]
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("cpu", shared), rank, size, near)
@@ -63,7 +69,7 @@ def joined(store: Any, rank: int, size: int, device: torch.device, timeout: time
         group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
     group._set_group_name(name)
     dist.distributed_c10d._register_process_group(name, group)  # by this name custom ops and symmetric memory find it
-    return group
+    return group, own
 
 
 def limited(group: Any, device: torch.device, timeout: timedelta) -> None:

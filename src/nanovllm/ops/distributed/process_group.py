@@ -50,10 +50,15 @@ class ProcessGroup:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, store: Any = None) -> None:
-        """Join the collective operations of a group. All ranks call this at the same time. `store` is that of `share_memory`."""
+        """Join the collective operations of a group. All ranks call this at the same time. `store` lives as long."""
         self.size, self.rank, self.device = group.size(), group.rank(), device
         self._group: Any = group
-        self._shared = None if device.type == "cpu" else share_memory(group, device, store)
+        self._store = store
+        self._shared = None
+        if device.type != "cpu":
+            shared = share_memory(group, device)
+            every = self._gathered(torch.tensor([shared is not None], dtype=torch.uint8))
+            self._shared = shared if all(every) else None
         self.pushed, self.pushed_rows = PUSHED // self.size, PUSHED_ROWS // self.size
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -231,7 +236,7 @@ def _leave(group: "weakref.ref[Any]", *, ends: bool) -> None:
 
 
 def mesh_of(group: dist.ProcessGroup, device: torch.device, store: Any = None) -> Mesh:
-    """The mesh of a process that has joined a group. All ranks call this at the same time. `store` is that of `share_memory`."""
+    """The mesh of a process that has joined a group. All ranks call this at the same time. `store` lives as long as the mesh."""
     one = ProcessGroup(group, device, store)
     return Mesh(size=one.size, rank=one.rank, group=register(one), owner=one)
 

@@ -6,7 +6,6 @@ of pieces, those of rows, and whose turn it is.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +35,7 @@ class Shared:
         table: The addresses of all ranks' memory on this GPU, int64 `[size]`.
         peers: The same addresses as numbers, which launches take as arguments.
         failed: One int32 in pinned host memory: whether a launch has waited in vain.
-        handle: What keeps the memory of the others mapped, and the store that has told where it is.
+        handle: What keeps the memory of the others mapped.
     """
 
     rank: int
@@ -65,20 +64,14 @@ ROW_TURNS = PIECE_TURNS + 4 * (PIECES // PIECE)
 END = ROW_TURNS + 4 * NUM_ROWS
 
 
-def share_memory(group: dist.ProcessGroup, device: torch.device, store: Any = None) -> Shared | None:
+def share_memory(group: dist.ProcessGroup, device: torch.device) -> Shared | None:
     """Allocate the memory, on all ranks at the same time; None if the GPUs cannot reach each other.
 
-    `store` is that of a group of its own, some of whose processes may have been in other groups before.
+    Once all ranks have returned, each may use the memory of the others.
     """
-    import torch.distributed._symmetric_memory as torch_symmetric
+    import torch.distributed._symmetric_memory as symmetric
 
-    symmetric: Any = torch_symmetric
     try:
-        if store is not None:
-            from nanovllm.ops.distributed.renumbered_store import Renumbered
-
-            store = Renumbered(store)
-            symmetric._SymmetricMemory.set_group_info(group.group_name, group.rank(), group.size(), store)
         memory = symmetric.empty(END, dtype=torch.uint8, device=device)
         handle = symmetric.rendezvous(memory, group.group_name)
     except RuntimeError:
@@ -86,7 +79,6 @@ def share_memory(group: dist.ProcessGroup, device: torch.device, store: Any = No
     memory.zero_()
     memory[PIECE_PLACES:PIECE_TURNS].fill_(255)  # the empty word
     torch.cuda.synchronize(device)
-    dist.barrier(group)
     return Shared(
         rank=group.rank(),
         size=group.size(),
@@ -94,5 +86,5 @@ def share_memory(group: dist.ProcessGroup, device: torch.device, store: Any = No
         table=torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device),
         peers=tuple(handle.buffer_ptrs),
         failed=torch.zeros(1, dtype=torch.int32, pin_memory=True),
-        handle=(handle, store),
+        handle=handle,
     )
