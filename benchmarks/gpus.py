@@ -7,7 +7,7 @@ alone, `add`, the sum with the residual in one launch, and `add_norm`, that with
 each layer two `add` or `add_norm`. Each form is measured twice: `push`, where ranks store tensors into the others' memory, and `meet`,
 where they read the others' memory once all have come. The larger sizes of `meet` are NCCL's. `pushed_bytes` and, for `add_norm`,
 `pushed_rows_bytes` are where an engine changes.
-`--sums` measures nothing else.
+`--sums` measures nothing else. `roofline_percent` are the shares of the roofline of one GPU's part, in which the sums are not counted.
 """
 
 import argparse
@@ -23,9 +23,11 @@ import torch
 import torch.distributed as dist
 
 from nanovllm.config import Mesh
+from nanovllm.entrypoints.cli.bench import report
 from nanovllm.entrypoints.cli.bench.environment import record
 from nanovllm.entrypoints.cli.bench.graph_timer import graph_us
 from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES, random_weights
+from nanovllm.entrypoints.cli.bench.roofline import held_bytes, measure_ceiling
 from nanovllm.entrypoints.cli.bench.stopwatch import Engine
 from nanovllm.entrypoints.cli.bench.workloads import measure
 from nanovllm.ops.distributed.collectives import all_reduce, all_reduce_add, all_reduce_add_norm
@@ -98,12 +100,17 @@ def main(arguments: list[str] | None = None) -> None:
         return _leave()
     model = random_weights(options.model, device=device, quantization=options.quantization, mesh=mesh)
     loaded = time.perf_counter()
+    ceiling = measure_ceiling(device, model.dtype)  # before the engine takes the memory
+    began = time.perf_counter()
     engine = Engine(model, num_pages=options.num_pages, max_model_len=min(model.config.max_position_embeddings, LONG + 1024), check=False)
     engine.generate([[300] * 32], [2], 0.0)
-    figures["start_s"] = {"mesh_and_weights": round(loaded - begin, 2), "engine": round(time.perf_counter() - loaded, 2)}
+    figures["start_s"] = {"mesh_and_weights": round(loaded - begin, 2), "engine": round(time.perf_counter() - began, 2)}
     figures |= {"all_reduce_us": all_reduce_times(mesh, group), "pushed_bytes": group.pushed, "pushed_rows_bytes": group.pushed_rows}
+    held, shares = held_bytes(model.params, model.config, model.dtype), dict[str, float]()
+    figures |= {"roofline": report.ceiling_json(ceiling), "roofline_percent": shares}
     for one in measure(engine.generate, options.which.split(","), model.config.vocab_size, options.repeats, lambda: engine.spent):
         figures[one.key] = one.figure
+        shares[one.key] = report.row(one, model.config, model.dtype, ceiling, held)["roofline_percent"]
         if not mesh.rank:
             print(f"{one.key}: {one.figure:,}", flush=True)
     figures["prompt_16k_ms"] = prompt_ms(engine)
