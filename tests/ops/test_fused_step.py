@@ -5,6 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nanovllm.models.common import layers
 from nanovllm.ops.attention.fused_plan import FusedDecodePlan, attention_fits, cut_of
@@ -14,7 +16,7 @@ from nanovllm.ops.elementwise.norm_rope import ACTS, rms_norm
 from nanovllm.ops.linear import norm_linear as few
 from nanovllm.ops.linear.linear_add_norm import DEEPEST, SHALLOW, linear_add_norm, norm_add, wide_tile
 from nanovllm.ops.linear.norm_linear import norm_linear
-from nanovllm.ops.linear.tiles import Tile, WideTile
+from nanovllm.ops.linear.tiles import Tile, WideTile, piece_of
 from nanovllm.testing.problems import attention_problem, linear_problem, wide_norm_linear
 
 CASES = [
@@ -45,8 +47,11 @@ def test_the_gate_of_the_reference_is_the_plain_functions(act: str) -> None:
     assert torch.equal(norm_linear(x, weight, gain=gain, eps=1e-6, gated=True, act=act), layers.activation(gate, act) * up)
 
 
+PIECES = [(1, 5, 600, True, True, False), (2, 3, 1100, False, True, True), (3, 6, 768, True, False, False)]  # of 256 inputs each
+
+
 @pytest.mark.interpret
-@pytest.mark.parametrize("case", [*CASES, (1, 1, 33, False, True, True), (2, 5, 128, False, True, True)])
+@pytest.mark.parametrize("case", [*CASES, (1, 1, 33, False, True, True), (2, 5, 128, False, True, True), *PIECES])
 @pytest.mark.parametrize("outputs", [1, 4])
 def test_few_rows_interpreted(case, outputs: int) -> None:
     from nanovllm.ops.linear import triton_few_rows
@@ -54,6 +59,14 @@ def test_few_rows_interpreted(case, outputs: int) -> None:
     given = linear_problem(*case, torch.float32)
     got = triton_few_rows.launch(*given, Tile(outputs=outputs, warps=1), False)
     torch.testing.assert_close(got.double(), wide_norm_linear(*given), rtol=1e-4, atol=1e-4)
+
+
+@given(width=st.integers(1, few.WIDEST), gated=st.booleans())
+def test_one_row_of_any_width_has_a_tile_that_wastes_few_registers(width: int, gated: bool) -> None:
+    tile = few.tile_of(1, 4096, width, gated, 200_000)
+    assert tile.depth == 0 and few.tile_fits(tile, 1, width, gated, 200_000)
+    piece = piece_of(width, tile.warps)
+    assert piece & (piece - 1) == 0 and 0 <= -width % piece < 256 * tile.warps
 
 
 @pytest.mark.interpret

@@ -11,12 +11,12 @@ from nanovllm.ops.linear.linear import linear
 from nanovllm.ops.linear.linear_add_norm import given_wide_tile
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.ops.linear.quantised_fused import quantised_norm_linear
-from nanovllm.ops.linear.tiles import Tile
+from nanovllm.ops.linear.tiles import Tile, piece_of
 from nanovllm.types import Float, Tensor
 
 FEW = 2  # up to so many rows, products too large for tensor-core programs are summed in float32; one row always is
 ROWS = 16  # up to so many rows the norm is part of the product; with more, every program would repeat too much of it
-WIDEST = 16384  # inputs that fit into the registers of one program
+WIDEST = 32768  # inputs that fit into the registers of one program
 HELD, MOST_HELD = 64, 256  # weights in a thread's registers, by default and at most; the next kernel's programs wait in the other registers
 NARROW = 16  # outputs of a program that uses tensor cores
 SUMMED = 4  # rows that can be summed in float32 at most: each row is in registers
@@ -143,12 +143,26 @@ def _memory(rows: int, width: int, gated: bool, outputs: int) -> int:
 def tile_of(rows: int, outputs: int, width: int, gated: bool, memory: int) -> Tile:
     """Choose the tile configuration that was the fastest of those tried on an H200, with `memory` bytes of shared memory per program."""
     if rows == 1 or (rows <= FEW and not _on_tensor_cores(rows, width, gated, memory * 3 // 4)):  # a program would use most of the memory
-        whole = 1 << (width - 1).bit_length()
-        warps = 2 if whole <= 2048 else 4 if whole <= 4096 else 8
-        return Tile(outputs=max(1, 32 * warps * HELD // whole // (2 if gated else 1)), warps=warps)
+        return _summed_tile(width, 2 if gated else 1)
     depth = next(depth for depth in (256, 128, 64) if width % (4 * depth) == 0)
     wide = not gated and outputs >= 4096 and _memory(rows, width, gated, 2 * NARROW) <= memory // 2
     return Tile(outputs=2 * NARROW if wide else NARROW, warps=4, depth=depth)
+
+
+def _summed_tile(width: int, matrices: int) -> Tile:
+    """Choose the tile configuration of products that are summed in float32, with as many rows of weights per output as `matrices`."""
+    if width & (width - 1) == 0:
+        warps = 2 if width <= 2048 else 4 if width <= 4096 else 8
+        return Tile(outputs=max(1, 32 * warps * HELD // width // matrices), warps=warps)
+    warps = next((warps for warps in (2, 4) if _padded(width, warps) <= HELD * 32 * warps), 8)
+    outputs = HELD * 3 // 2 * 32 * warps // (_padded(width, warps) * matrices)
+    return Tile(outputs=1 << max(0, outputs.bit_length() - 1), warps=warps)
+
+
+def _padded(width: int, warps: int) -> int:
+    """Return the inputs of whole pieces, which take registers."""
+    piece = piece_of(width, warps)
+    return -(-width // piece) * piece
 
 
 def given_tile(cut: Sequence[int], rows: int, outputs: int, width: int, gated: bool, memory: int) -> Tile:
@@ -166,7 +180,7 @@ def tile_fits(tile: Tile, rows: int, width: int, gated: bool, memory: int) -> bo
     if not powers_of_two(tile.outputs, tile.warps) or tile.warps > 16:
         return False
     if tile.depth == 0:
-        weights = (tile.outputs << (width - 1).bit_length()) * (2 if gated else 1)
+        weights = tile.outputs * _padded(width, tile.warps) * (2 if gated else 1)
         return rows <= SUMMED and width <= WIDEST and weights <= MOST_HELD * 32 * tile.warps
     whole = powers_of_two(tile.depth) and tile.depth >= 16 and width % (tile.depth * tile.warps) == 0
     return whole and rows <= ROWS and tile.outputs >= NARROW and _memory(rows, width, gated, tile.outputs) <= memory

@@ -16,6 +16,14 @@ class Tile:
     depth: int = 0
 
 
+def piece_of(width: int, warps: int) -> int:
+    """Return how many of `width` inputs programs without tensor cores load at once: all if they are a power of 2, else 8 of each thread.
+
+    A block of a Triton kernel is a power of 2, so one of all inputs would waste the registers of up to half of them.
+    """
+    return width if width & (width - 1) == 0 else 256 * warps
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WideTile:
     """Tile configuration for many rows.

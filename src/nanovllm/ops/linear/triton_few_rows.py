@@ -15,46 +15,70 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm.ops.linear.tiles import Tile
+from nanovllm.ops.linear.tiles import Tile, piece_of
 from nanovllm.ops.triton_parts import activated, gained, launch_options, rounded
 from nanovllm.types import Float, Tensor
 
 
 @triton.jit
 def _few(
-    x, gain, w, bias, residual, y, N, eps, B: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BN: tl.constexpr, NORM: tl.constexpr,
+    x, gain, w, bias, residual, y, N, eps, B: tl.constexpr, K: tl.constexpr, KC: tl.constexpr, BN: tl.constexpr, NORM: tl.constexpr,
     BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program i computes outputs i * BN ... (i + 1) * BN - 1 of every row; all K inputs are in registers."""
+    """Program i computes outputs i * BN ... (i + 1) * BN - 1 of every row; all K inputs are in registers, in pieces of KC."""
     if PDL:
         gdc_launch_dependents()
-    n, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, KP)
-    inside, there = k < K, n < N
+    STEPS: tl.constexpr = (K + KC - 1) // KC
+    n, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, KC)
+    there = n < N
     at = w + n.to(tl.int64)[:, None] * K + k[None, :]
-    both = there[:, None] & inside[None, :]
-    weights = tl.load(at, mask=both, other=0.0, eviction_policy="evict_first")
-    if GATED:
-        ups = tl.load(at + N.to(tl.int64) * K, mask=both, other=0.0, eviction_policy="evict_first")
+    weights = ()
+    ups = ()
+    gains = ()
+    for step in tl.static_range(STEPS):
+        both = there[:, None] & (step * KC + k < K)[None, :]
+        weights += (tl.load(at + step * KC, mask=both, other=0.0, eviction_policy="evict_first"),)
+        if GATED:
+            ups += (tl.load(at + N.to(tl.int64) * K + step * KC, mask=both, other=0.0, eviction_policy="evict_first"),)
     if NORM:
-        gains = tl.load(gain + k, mask=inside, other=0.0)
+        for step in tl.static_range(STEPS):
+            gains += (tl.load(gain + step * KC + k, mask=step * KC + k < K, other=0.0),)
     biases = tl.load(bias + n, mask=there, other=0.0) if BIAS else 0.0
     if PDL:
         gdc_wait()
     rows = ()  # all loads are issued before the first is used: a store between them would delay them
     before = ()
     for b in tl.static_range(B):
-        rows += (tl.load(x + b * K + k, mask=inside, other=0.0),)
+        for step in tl.static_range(STEPS):
+            rows += (tl.load(x + b * K + step * KC + k, mask=step * KC + k < K, other=0.0),)
         before += (tl.load(residual + b * N + n, mask=there, other=0.0) if RESIDUAL else 0.0,)
     for b in tl.static_range(B):
-        xx = rows[b]
+        scale = 1.0
         if NORM:
+            for step in tl.static_range(STEPS):
+                wide = rows[b * STEPS + step].to(tl.float32)
+                if step == 0:
+                    squares = wide * wide
+                else:
+                    squares += wide * wide
+            scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+        for step in tl.static_range(STEPS):
+            xx = rows[b * STEPS + step]
+            if NORM:
+                xx = gained(xx.to(tl.float32) * scale, gains[step], xx.dtype)
             wide = xx.to(tl.float32)
-            xx = gained(wide * tl.rsqrt(tl.sum(wide * wide, 0) / K + eps), gains, xx.dtype)
-        wide = xx.to(tl.float32)
-        acc = tl.sum(weights.to(tl.float32) * wide[None, :], 1)
+            if step == 0:
+                total = weights[0].to(tl.float32) * wide[None, :]
+            else:
+                total += weights[step].to(tl.float32) * wide[None, :]
+            if GATED:
+                if step == 0:
+                    other = ups[0].to(tl.float32) * wide[None, :]
+                else:
+                    other += ups[step].to(tl.float32) * wide[None, :]
+        acc = tl.sum(total, 1)
         if GATED:
-            up = tl.sum(ups.to(tl.float32) * wide[None, :], 1)
-            acc = activated(acc, up, y.dtype.element_ty, ACT)
+            acc = activated(acc, tl.sum(other, 1), y.dtype.element_ty, ACT)
         tl.store(y + b * N + n, rounded(acc, biases, before[b], y.dtype.element_ty, BIAS, RESIDUAL), mask=there)
 
 
@@ -143,5 +167,5 @@ def launch(
             padded = max(8, triton.next_power_of_2(rows))
             kernel[grid](*tensors, rows, outputs, eps, padded, width, tile.warps, tile.depth, tile.outputs, *flags, **options)
         else:
-            kernel[grid](*tensors, outputs, eps, rows, width, triton.next_power_of_2(width), tile.outputs, *flags, **options)
+            kernel[grid](*tensors, outputs, eps, rows, width, piece_of(width, tile.warps), tile.outputs, *flags, **options)
     return y
