@@ -13,7 +13,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export PIP_CONSTRAINT       := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: setup demo test test-long test-gpu lint docs reference pictures notebooks bench bench-gpu bench-http eval-reuse parity clean
+.PHONY: setup demo test test-long test-gpu lint docs reference pictures notebooks bench bench-gpu bench-gpus bench-http eval-reuse parity clean
 
 setup: $(DEV)
 
@@ -96,6 +96,17 @@ bench: $(STAMP)
 # The tests and figures that need a GPU, one after another, in about 45 minutes; `--parts` and `--limit` of the program take fewer.
 bench-gpu: $(DEV)
 	$(BIN)/python -m benchmarks.record_gpu
+
+# All shapes on several GPUs of one host, and what the engine says when a rank is hurt. GPUS is their number, CARD the name in the files.
+GPUS ?= 2
+CARD ?= h200
+bench-gpus: $(DEV)
+	for model in qwen3-8b qwen3-32b llama-3.3-70b; do \
+		$(BIN)/torchrun --standalone --nproc-per-node $(GPUS) benchmarks/gpus.py --model $$model \
+			--output benchmarks/results/$(CARD)x$(GPUS)-$${model##*-}.json || exit 1; done
+	if [ $(GPUS) -ge 8 ]; then $(BIN)/torchrun --standalone --nproc-per-node $(GPUS) benchmarks/gpus.py --model qwen3-235b-a22b \
+		--quantization fp8 --output benchmarks/results/$(CARD)x$(GPUS)-235b-fp8.json; fi
+	$(BIN)/python -m benchmarks.rank_faults --output benchmarks/results/$(CARD)x$(GPUS)-faults.json
 
 # Streams over HTTP from the packaged model, beside the library on the same work.
 bench-http: $(DEV)

@@ -38,6 +38,16 @@ def test_replies_are_those_of_one_rank(architecture: str) -> None:
         assert run_ranks(run, size) == [alone] * size, size
 
 
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"])
+def test_eight_ranks_some_of_which_have_the_same_kv_heads(architecture: str) -> None:
+    config = tiny_config(architecture, num_heads=8, num_kv_heads=2)
+
+    def run(mesh: Mesh | None) -> list[Any]:
+        return replies(nv.LLM(random_model(config, dtype="float64", mesh=mesh), num_pages=64, compile=False))
+
+    assert run_ranks(run, 8) == [run(None)] * 8
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_packaged_model(size: int) -> None:
     def run(mesh: Mesh | None) -> list[Any]:
