@@ -186,7 +186,7 @@ def test_closing_a_stream_cancels_its_request(live: Live) -> None:
         ({"temprature": 1}, "did you mean 'temperature'"),
         ({"messages": []}, "messages"),
         ({"max_tokens": 10**6}, "max_tokens=1000000"),
-        ({"tools": TOOLS, "tool_choice": "required"}, "known format of tool calls"),
+        ({"tools": TOOLS, "tool_choice": "required"}, "--tool-parser"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}}, "cannot be enforced|type"),
     ],
     ids=str,

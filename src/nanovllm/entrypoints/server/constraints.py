@@ -123,7 +123,8 @@ def chat_form(
         if form is not None:
             raise ApiError(400, f"tool_choice requires a call, and {form.param} another form: give one of them", param=form.param)
         if formats.tools is None or tokenizer is None:
-            raise unsupported("tool_choice", "a choice that requires a call, for a model without a known format of tool calls,")
+            message = "tool_choice requires a call, and this model's format of calls is unknown: start the server with --tool-parser NAME"
+            raise ApiError(400, message, param="tool_choice", code="unsupported_parameter")
         rules = call_grammar(
             formats.tools.name, prompt.tools, choice, tokenizer, most=prompt.most_calls, reasoning=reasoning, opened=opened
         )
