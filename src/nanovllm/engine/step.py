@@ -15,6 +15,7 @@ import torch
 
 from nanovllm.engine.admission import gathering
 from nanovllm.engine.constrained import Constrained, constrained
+from nanovllm.engine.disk_pages import look_ahead
 from nanovllm.engine.donation import commit_state, enter_with, guarded
 from nanovllm.engine.failures import Attempt, draw, ended, last_output, out_of_pages, outside, recovered, relaxed, step_limits, unsearchable
 from nanovllm.engine.mirrored import mirrored, require_alike
@@ -79,6 +80,8 @@ def run_step(model: Model, state: EngineState, taken: Taken) -> tuple[EngineStat
     An exception that belongs to requests ends these, and the step is tried again with the others.
     """
     outputs, shortages = [], state.stats.memory_shortages
+    if runtime_of(state).disk is not None:
+        state = look_ahead(state, taken)
     while state.running or state.waiting:
         attempt = Attempt()
         try:
@@ -135,9 +138,13 @@ def _moved(state: EngineState, plan: Plan, taken: Taken) -> tuple[EngineState, K
     if not plan.moves:
         return state, state.kv
     taken.host_pages.extend(plan.moves.out)
-    host = runtime_of(state).host
+    host, disk = runtime_of(state).host, runtime_of(state).disk
     assert host is not None
+    if disk is not None:
+        disk.overwriting(plan.moves.out)
     kv = host.move(state.kv, plan.moves)
+    if disk is not None and plan.pool.host is not None:
+        disk.keep([(at, plan.pool.host.key_of[at]) for at in plan.moves.out])
     size, out, into = state.config.page_size, len(plan.moves.out), len(plan.moves.into)
     return replace(state, stats=state.stats.add(offloaded_tokens=out * size, loaded_tokens=into * size)), kv
 

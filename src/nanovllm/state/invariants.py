@@ -198,7 +198,13 @@ def check_host(host: HostPages) -> None:
     _require(len(by_key) == len(key_of), "host pages", f"{len(by_key)} prefixes lead to {len(key_of)} host pages")
     wrong = [at for key, at in by_key.items() if key_of.get(at) != key]
     _require(not wrong, "host pages", f"host pages {wrong[:8]} are found by a prefix that is not theirs")
-    _check_pages(host.used, Counter(list(key_of)))
+    reading = {} if host.disk is None else dict(host.disk.reading)
+    _require(
+        not key_of.keys() & reading.keys(), "host pages", f"host pages {sorted(key_of.keys() & reading.keys())[:8]} are found and read"
+    )
+    twice = [key.hex()[:8] for key, count in Counter(reading.values()).items() if count > 1]
+    _require(not twice, "host pages", f"prefixes {twice[:8]} are read twice")
+    _check_pages(host.used, Counter([*key_of, *reading]))
     listed, ages = host.ages.pages(), host.ages
     _require(len(listed) == len(set(listed)) == ages.count, "host order", f"{ages.count} host pages counted, {listed[:8]} listed")
     _require(

@@ -15,6 +15,7 @@ from immutables import Map
 
 from nanovllm.state import lru
 from nanovllm.state import pages as page_ops
+from nanovllm.state.disk_reads import DiskReads
 from nanovllm.state.lru import Ages, init_ages
 from nanovllm.state.pages import PageState, init_pages
 from nanovllm.state.prefix_keys import keys_from
@@ -63,6 +64,7 @@ class HostPages:
         key_of: The keys by host page.
         ages: The host pages that may be replaced, those that were used least recently first.
         moves: The copies that the plan under construction needs. None: no plan is made, and evicted pages are not kept.
+        disk: The host pages that are being read from the disk; each has one owner and no key. None: nothing is kept on disk.
     """
 
     page_bytes: int
@@ -72,6 +74,7 @@ class HostPages:
     key_of: Map[int, bytes]
     ages: Ages
     moves: Moves | None = None
+    disk: DiskReads | None = None
 
     def __repr__(self) -> str:
         return f"HostPages({len(self.key_of)} of {self.used.num_pages} host pages used)"
@@ -173,7 +176,17 @@ def settled(host: HostPages) -> tuple[HostPages, Moves]:
 
 def forget(host: HostPages, lost: Iterable[int]) -> HostPages:
     """Take host pages whose content was lost out of the index."""
+    if host.disk is not None and (read := [at for at in lost if at in host.disk.reading]):
+        reading = host.disk.reading
+        for at in read:
+            reading = reading.delete(at)
+        host = replace(host, used=page_ops.release(host.used, _array(read)), disk=replace(host.disk, reading=reading))
     return _dropped(host, [at for at in lost if at in host.key_of])
+
+
+def make_room(host: HostPages, count: int) -> HostPages:
+    """The host pages of which `count` are free, or as many as can be: those that were used least recently lose their keys."""
+    return _replaced(host, count - host.used.num_free)
 
 
 def _replaced(host: HostPages, count: int) -> HostPages:

@@ -56,7 +56,8 @@ def freeze(value: Any) -> Any:
         case HostPages():
             ages = tuple(value.ages.pages()), tuple(value.ages.since.copy().tolist())
             moves = value.moves and (frozenset(value.moves.out.items()), value.moves.into)
-            return freeze(value.used), frozenset(value.by_key.items()), frozenset(value.key_of.items()), ages, moves
+            disk = value.disk and (frozenset(value.disk.reading.items()), frozenset(value.disk.waits.items()), value.disk.now)
+            return freeze(value.used), frozenset(value.by_key.items()), frozenset(value.key_of.items()), ages, moves, disk
         case Frames():
             spare = value.spare
             arrays = tuple(tuple(a.copy().tolist()) for a in (value.frame_of, value.needs, spare.since))
