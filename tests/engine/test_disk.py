@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,9 +100,9 @@ def test_evicted_pages_are_written_when_nothing_runs(tmp_path: Path):
     state = engine(tmp_path, num_pages=8)
     for seed in (0, 1, 2):
         state, _ = reply(state, prompt(seed))
-    disk = runtime_of(state).disk
-    disk.hold(False)
-    disk.drain()
+    disk, end = runtime_of(state).disk, time.monotonic() + 30
+    while disk.num_queued and time.monotonic() < end:
+        time.sleep(0.01)
     assert len(disk.folder) == state.stats.offloaded_tokens // 4 > 0
 
 
@@ -397,3 +398,14 @@ def test_a_tier_that_nobody_has_ends_its_threads(tmp_path: Path):
     del state
     gc.collect()
     assert tier() is None
+
+
+def test_requests_that_wait_for_a_place_do_not_disturb_decode_steps(tmp_path: Path):
+    state = engine(tmp_path, num_pages=64, max_num_seqs=2)
+    for seed in range(8):
+        state, _ = submit(MODEL, state, prompt(seed, 6), replace(GREEDY, max_tokens=30))
+    for _ in range(4):
+        state, _ = step(MODEL, state)
+    pool = state.pool
+    state, _ = step(MODEL, state)
+    assert state.pool is pool and len(state.waiting) == 6, "the pool is the same value, so the scheduler is left out"

@@ -22,7 +22,7 @@ from nanovllm.state.request import Sequence
 
 NEXT = 4  # waiting requests whose pages are read ahead
 LONGEST_WAIT = 0.005  # seconds that a step with nothing else to do waits for a read
-FLUSHED = 64 << 20  # bytes that are copied from the device at once
+FLUSHED = 16 << 20  # bytes that are copied from the device at once
 
 
 def look_ahead(state: EngineState, taken: Taken) -> EngineState:
@@ -36,18 +36,19 @@ def look_ahead(state: EngineState, taken: Taken) -> EngineState:
     if disk is None or host is None or host.disk is None:
         return state
     disk.hold(bool(state.running or state.waiting))
-    ended = disk.take(host.disk.reading)
-    if not (ended or host.disk.waits or state.waiting):
-        return state
+    ended, waits = disk.take(host.disk.reading), host.disk.waits
+    fresh = [] if disk.looked_at is state.waiting else [sequence for sequence in _next(state) if id_of(sequence) not in waits]
+    disk.looked_at = state.waiting
+    if not (ended or fresh or host.disk.reading):
+        return state  # the same pool, so that decode steps need no schedule
     state = _with(state, disk, ended)
     host = state.pool.host
-    for sequence in _next(state):
-        assert host is not None and host.disk is not None
-        if id_of(sequence) not in host.disk.waits:
-            keys, num_tokens = _on_disk(replace(state.pool, host=host), disk, sequence, state.config.page_size)
-            host, pairs = disk_pages.read_ahead(host, id_of(sequence), keys, num_tokens, state.config.page_size)
-            taken.host_pages.extend(at for at, _ in pairs)
-            disk.read(pairs)
+    for sequence in fresh:
+        assert host is not None
+        keys, num_tokens = _on_disk(replace(state.pool, host=host), disk, sequence, state.config.page_size)
+        host, pairs = disk_pages.read_ahead(host, id_of(sequence), keys, num_tokens, state.config.page_size)
+        taken.host_pages.extend(at for at, _ in pairs)
+        disk.read(pairs)
     state = replace(state, pool=replace(state.pool, host=host))
     if not state.running and _all_wait(state):
         assert host is not None and host.disk is not None

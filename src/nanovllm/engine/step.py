@@ -80,7 +80,7 @@ def run_step(model: Model, state: EngineState, taken: Taken) -> tuple[EngineStat
     An exception that belongs to requests ends these, and the step is tried again with the others.
     """
     outputs, shortages = [], state.stats.memory_shortages
-    if runtime_of(state).disk is not None:
+    if (disk := runtime_of(state).disk) is not None:
         state = look_ahead(state, taken)
     while state.running or state.waiting:
         attempt = Attempt()
@@ -92,6 +92,8 @@ def run_step(model: Model, state: EngineState, taken: Taken) -> tuple[EngineStat
         else:
             if after.token_budget is not None and after.stats.memory_shortages == shortages:
                 after = relaxed(after)
+            if disk is not None:
+                disk.hold(bool(after.running or after.waiting))
             return after, [*outputs, *more] if outputs else more
         state, failed, again = without
         outputs += failed

@@ -71,7 +71,8 @@ class DiskTier:
     Attributes:
         folder: The files.
         counts: What was done so far.
-        todo: The value of `flush_kv` whose pages are being written, and the (key, page) pairs that are left of it.
+        todo: The prefix index whose pages `flush_kv` writes, and the (key, page) pairs that are left of it.
+        looked_at: The queue whose first requests were looked up last.
 
     Args:
         folder: The files.
@@ -91,6 +92,7 @@ class DiskTier:
     ) -> None:
         self.folder, self.counts, self.clock = folder, DiskCounts(), clock
         self.todo: tuple[Any, list[tuple[bytes, int]]] = None, []
+        self.looked_at: Any = None
         self._memory = memory
         self._readers = readers or Threads(READERS, "kv-disk-read")
         self._writers = writers or Threads(WRITERS, "kv-disk-write", most_held=memory.num_pages // 2)
@@ -182,12 +184,18 @@ class DiskTier:
     def keep_images(self, keys: Seq[bytes], kv: KVState, pages: Seq[int]) -> None:
         """Write pages of the device later; they are copied to host memory now, and the engine's thread waits for that.
 
+        If the device has no memory for the copy, the pages are left out, and one error is counted.
+
         Args:
             keys: The keys of the pages.
             kv: The KV memory.
             pages: The pages.
         """
-        images, now = _images_of(kv, pages), time.time_ns()
+        try:
+            images, now = _images_of(kv, pages), time.time_ns()
+        except torch.OutOfMemoryError:
+            self._count(errors=1)
+            return
         self._queued.update(keys)
         for place, key in enumerate(keys):
             self._writers.submit(partial(_run, weakref.ref(self), "_write", key, images[place].data, now - place, None))

@@ -181,7 +181,13 @@ class EngineLoop:
                 self._asked_to_save.add(asked)
                 if not self.named.limits.kept or saved_chunks.is_marked(saved_chunks.path_of(self.named.limits, space, name), name):
                     continue
-                held, later = save(self._held(), space=space, name=name)
+                try:
+                    held, later = save(self._held(), space=space, name=name)
+                except EngineDeadError:
+                    raise
+                except NanoVLLMError as error:
+                    _tell_of_failure(error)
+                    continue
                 self._hold(held)
                 self._files.begin(later, _tell_of_failure)
                 return False
