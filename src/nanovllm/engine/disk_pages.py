@@ -37,8 +37,9 @@ def look_ahead(state: EngineState, taken: Taken) -> EngineState:
         return state
     disk.hold(bool(state.running or state.waiting))
     ended, waits = disk.take(host.disk.reading), host.disk.waits
-    fresh = [] if disk.looked_at is state.waiting else [sequence for sequence in _next(state) if id_of(sequence) not in waits]
-    disk.looked_at = state.waiting
+    known = disk.looked_at[0] is state.waiting and disk.looked_at[1] is waits
+    fresh = [] if known else [sequence for sequence in _next(state) if id_of(sequence) not in waits]
+    disk.looked_at = state.waiting, waits
     if not (ended or fresh or host.disk.reading):
         return state  # the same pool, so that decode steps need no schedule
     state = _with(state, disk, ended)
@@ -50,6 +51,8 @@ def look_ahead(state: EngineState, taken: Taken) -> EngineState:
         taken.host_pages.extend(at for at, _ in pairs)
         disk.read(pairs)
     state = replace(state, pool=replace(state.pool, host=host))
+    if host is not None and host.disk is not None:
+        disk.looked_at = state.waiting, host.disk.waits
     if not state.running and _all_wait(state):
         assert host is not None and host.disk is not None
         disk.wait(LONGEST_WAIT)

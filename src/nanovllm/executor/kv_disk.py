@@ -72,7 +72,7 @@ class DiskTier:
         folder: The files.
         counts: What was done so far.
         todo: The prefix index whose pages `flush_kv` writes, and the (key, page) pairs that are left of it.
-        looked_at: The queue whose first requests were looked up last.
+        looked_at: The queue whose first requests were looked up last, and what they wait for.
 
     Args:
         folder: The files.
@@ -92,7 +92,7 @@ class DiskTier:
     ) -> None:
         self.folder, self.counts, self.clock = folder, DiskCounts(), clock
         self.todo: tuple[Any, list[tuple[bytes, int]]] = None, []
-        self.looked_at: Any = None
+        self.looked_at: tuple[Any, Any] = None, None
         self._memory = memory
         self._readers = readers or Threads(READERS, "kv-disk-read")
         self._writers = writers or Threads(WRITERS, "kv-disk-write", most_held=memory.num_pages // 2)
