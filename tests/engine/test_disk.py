@@ -1,5 +1,6 @@
 """KV that is kept on disk: what a later engine reads again, what is counted and refused, and that replies never change or fail by it."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -263,6 +264,37 @@ def test_a_folder_that_vanishes_is_counted(tmp_path: Path):
     assert flush_kv(state) and runtime_of(state).disk.counts.errors > 0
 
 
+def test_a_disk_that_may_not_be_read_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    filled(tmp_path, 0)
+    state, plain = engine(tmp_path), os.open
+
+    def forbidden(path, *args, **kwargs):
+        if str(path).startswith(str(tmp_path)):
+            raise PermissionError(13, "Permission denied", str(path))
+        return plain(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", forbidden)
+    state, output = reply(state, prompt(0))
+    assert output.error is None and output.num_cached_tokens == 0 and runtime_of(state).disk.counts.errors == 5
+    state, output = reply(state, prompt(1))
+    assert flush_kv(state) and output.error is None
+
+
+def test_a_job_with_an_unknown_error_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    filled(tmp_path, 0)
+    state = engine(tmp_path)
+
+    def broken(*_):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(type(runtime_of(state).host), "wait", broken)
+    state, output = reply(state, prompt(0))
+    assert output.error is None and output.num_cached_tokens == 0 and runtime_of(state).disk.counts.errors == 5
+    for seed in range(1, 8):
+        state, _ = reply(state, prompt(seed))
+    assert flush_kv(state) and not runtime_of(state).disk.num_queued
+
+
 def test_two_engines_share_a_folder_at_the_same_time(tmp_path: Path):
     one, two = engine(tmp_path), engine(tmp_path)
     one, expected = reply(one, prompt(0))
@@ -409,3 +441,21 @@ def test_requests_that_wait_for_a_place_do_not_disturb_decode_steps(tmp_path: Pa
     pool = state.pool
     state, _ = step(MODEL, state)
     assert state.pool is pool and len(state.waiting) == 6, "the pool is the same value, so the scheduler is left out"
+
+
+def test_an_async_llm_writes_when_it_is_idle_and_when_it_is_closed(tmp_path: Path):
+    model = nv.load_model("tiny", device="cpu")
+
+    async def serve(prompt: str, idle: bool) -> int:
+        async with nv.AsyncLLM(model, num_pages=64, host_kv_gib=0.05, kv_dir=tmp_path, kv_dir_gib=1) as llm:
+            await llm.generate(prompt, SamplingParams(temperature=0, max_tokens=4))
+            end = time.monotonic() + 30
+            while idle and not [*tmp_path.rglob("*.kv")] and time.monotonic() < end:
+                await asyncio.sleep(0.02)
+            found = len([*tmp_path.rglob("*.kv")])
+        return found
+
+    assert asyncio.run(serve("Once upon a time, there was a cat. " * 5, True)) > 0
+    before = len([*tmp_path.rglob("*.kv")])
+    asyncio.run(serve("A dog went to the market. " * 5, False))
+    assert len([*tmp_path.rglob("*.kv")]) > before

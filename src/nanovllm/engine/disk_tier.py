@@ -19,6 +19,7 @@ from nanovllm.state.disk_reads import DiskReads
 from nanovllm.state.offload import HostPages
 
 PAGES, RATES = "pages", "rates.json"
+KEYS = "blake2b-256 of namespace and tokens"  # how `state/prefix_keys.py` makes the names of files
 SLOWEST = 1e6  # bytes per second, if reads cannot be measured
 MEASURED = 64 << 20  # bytes that are read for the measurement, at most 16 pages
 
@@ -55,6 +56,7 @@ def add_disk(
     """
     images, config = memory.images, model.config
     identity = {
+        "keys": KEYS,
         "fingerprint": model.fingerprint,
         "dtype": str(model.dtype),
         "kv_dtype": str(images.dtype),

@@ -191,7 +191,9 @@ class EngineThread:
             try:
                 return self._inbox.get(timeout=seconds)
             except Empty:
-                seconds, flushed = BETWEEN_SECONDS, flush_kv(self.state, max_bytes=FLUSHED)
+                seconds, flushed = BETWEEN_SECONDS, True
+                with suppress(NanoVLLMError):  # a call outside of this thread may have taken the state
+                    flushed = flush_kv(self.state, max_bytes=FLUSHED)
         return self._inbox.get()
 
     def _end(self, refusal: NanoVLLMError) -> None:

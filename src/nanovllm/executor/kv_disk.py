@@ -218,7 +218,11 @@ class DiskTier:
         self._writers.drain()
 
     def _write_host_page(self, at: int, key: bytes, version: int, marks: Any, used: int) -> None:
-        self._memory.wait(marks)
+        try:
+            self._memory.wait(marks)
+        except Exception:
+            self._queued.discard(key)
+            raise
         self._write(key, self._memory.view(at), used, lambda: int(self._versions[at]) == version)
 
     def _write(self, key: bytes, image: memoryview, used: int, is_valid: Callable[[], bool] | None) -> None:
@@ -240,9 +244,11 @@ class DiskTier:
 
 def _run(owner: "weakref.ref[DiskTier]", name: str, *arguments: Any) -> None:
     """Run a job of a tier, if it is still there: a queue of jobs does not keep an engine alive."""
-    tier = owner()
-    if tier is not None:
-        getattr(tier, name)(*arguments)
+    if (tier := owner()) is not None:
+        try:
+            getattr(tier, name)(*arguments)
+        except Exception:  # such as that of a GPU that has failed, which the engine's own calls tell about
+            tier._count(errors=1)
 
 
 def _images_of(kv: KVState, pages: Seq[int]) -> np.ndarray:

@@ -101,8 +101,8 @@ class PageFolder:
         return len(self._keys)
 
     def look(self, key: bytes) -> bool:
-        """Whether the folder has a page. It is looked for on the disk if this process does not know it."""
-        if key not in self._keys and self._path(key).exists():
+        """Whether the folder has a page. It is looked for on the disk if this process does not know it. Raises no error."""
+        if key not in self._keys and os.path.exists(self._path(key)):  # a Path's own method raises if the folder may not be read
             self._keys.add(key)
         return key in self._keys
 
