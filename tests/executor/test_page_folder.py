@@ -338,7 +338,7 @@ def test_any_sequence_of_calls_returns_only_what_was_written(moves, tmp_path_fac
 
 def test_reads_are_measured_and_the_measured_pages_are_deleted(tmp_path: Path):
     folder = opened(tmp_path)
-    assert folder.measure(3) > 0
+    assert folder.measure(3, 2) > 0
     assert not stored(tmp_path) and len(folder) == 0 and folder.size == 0
     folder.note("rates.json", {"bytes_per_second": 2.0})
     assert opened(tmp_path).about("rates.json") == {"bytes_per_second": 2.0} and folder.about("other.json") is None

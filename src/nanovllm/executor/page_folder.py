@@ -20,6 +20,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fcntl import LOCK_EX, flock
@@ -201,11 +202,11 @@ class PageFolder:
         self._keys.discard(key)
         self._delete(self._path(key))
 
-    def measure(self, num_pages: int) -> float:
-        """Write some pages of random bytes, read them, and delete them.
+    def measure(self, num_pages: int, num_threads: int) -> float:
+        """Write some pages of random bytes, read them in several threads, and delete them.
 
         Returns:
-            The bytes that one thread reads per second. What the system keeps in memory of the files is dropped before, where it allows it.
+            The bytes that the threads read per second together. What the system keeps in memory of the files is dropped before, where it allows it.
 
         Raises:
             OSError: They cannot be written or read.
@@ -216,8 +217,9 @@ class PageFolder:
                 self.write(key, image)
                 with suppress(OSError):
                     _forget_content(self._path(key))
-            start = time.perf_counter()
-            count = sum(self.read(key, image) for key in keys)
+            with ThreadPoolExecutor(num_threads) as threads:
+                start = time.perf_counter()
+                count = sum(threads.map(lambda key: self.read(key, memoryview(bytearray(self.page_bytes))), keys))
             return max(1, count) * self.page_bytes / max(1e-9, time.perf_counter() - start)
         finally:
             for key in keys:

@@ -219,7 +219,7 @@ def test_kept_chunks_are_those_of_the_next_server(served: Any, tmp_path: Path, n
 @pytest.mark.parametrize("killed", [True, False])
 def test_the_next_server_has_the_kv_and_the_named_chunks_of_one_that_was_killed(served: Any, tmp_path: Path, killed: bool):
     options = ("--host-kv-gib", "0.1", "--kv-dir", str(tmp_path / "kv"), "--kv-dir-gib", "1")
-    asked = GREEDY | {"prompt": "Once upon a time, there was a cat. " * 12}
+    asked = GREEDY | {"prompt": "Once upon a time, there was a cat. " * 120}  # so long that reading pays on any disk
     server = served(*options).ready()
     assert server.post({"name": "kept", "text": "Once upon"}, "/v1/chunks").status == 200
     reply = json.loads(server.post(asked).read())
