@@ -206,7 +206,8 @@ class PageFolder:
         """Write some pages of random bytes, read them in several threads, and delete them.
 
         Returns:
-            The bytes that the threads read per second together. What the system keeps in memory of the files is dropped before, where it allows it.
+            The bytes that the threads read per second together. What the system keeps in memory of the files is dropped before, where it
+            allows it.
 
         Raises:
             OSError: They cannot be written or read.
