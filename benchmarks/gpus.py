@@ -2,8 +2,12 @@
 
     torchrun --nproc-per-node 2 benchmarks/gpus.py --model qwen3-8b --output benchmarks/results/h200x2-8b.json
 
-Every rank runs the same program. `all_reduce_us` has, by bytes, the time of the two forms of a sum over the ranks in a CUDA graph: `sum`
-alone, and `add`, the sum with the residual in one launch. The embedding takes one `sum`, each layer two `add`.
+Every rank runs the same program. `all_reduce_us` has, by bytes, the time of the forms of a sum over the ranks in a CUDA graph: `sum`
+alone, `add`, the sum with the residual in one launch, and `add_norm`, that with the norm of rows of 4096. The embedding takes one `sum`,
+each layer two `add` or `add_norm`. Each form is measured twice: `push`, where ranks store tensors into the others' memory, and `meet`,
+where they read the others' memory once all have come. The larger sizes of `meet` are NCCL's. `pushed_bytes` and, for `add_norm`,
+`pushed_rows_bytes` are where an engine changes.
+`--sums` measures nothing else.
 """
 
 import argparse
@@ -11,6 +15,7 @@ import gc
 import json
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +28,37 @@ from nanovllm.entrypoints.cli.bench.graph_timer import graph_us
 from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES, random_weights
 from nanovllm.entrypoints.cli.bench.stopwatch import Engine
 from nanovllm.entrypoints.cli.bench.workloads import measure
-from nanovllm.ops.distributed.collectives import all_reduce, all_reduce_add
-from nanovllm.ops.distributed.process_group import make_mesh
+from nanovllm.ops.distributed.collectives import all_reduce, all_reduce_add, all_reduce_add_norm
+from nanovllm.ops.distributed.process_group import ProcessGroup, make_mesh
+from nanovllm.ops.distributed.shared_memory import NUM_ROWS, PIECES
 from nanovllm.ops.linear.quantise import KINDS
 
 SIZES = tuple(1 << power for power in range(11, 24))  # bytes
+WIDTH = 4096  # elements of a row
 LONG = 16384  # tokens of the long prompt
 
 
-def all_reduce_times(mesh: Mesh, device: torch.device) -> dict[str, dict[str, float]]:
+def all_reduce_times(mesh: Mesh, group: ProcessGroup) -> dict[str, dict[str, float]]:
     """Microseconds of a sum over the ranks, by its form and its bytes in bfloat16."""
-    found: dict[str, dict[str, float]] = {"sum": {}, "add": {}}
-    for size in SIZES:
-        y, x = (torch.randn(1, size // 2, device=device).to(torch.bfloat16) for _ in range(2))
-        found["sum"][str(size)] = round(graph_us(lambda y=y: [all_reduce(y, mesh) for _ in range(20)]) / 20, 2)
-        found["add"][str(size)] = round(graph_us(lambda y=y, x=x: [all_reduce_add(y, x, mesh, at % 2) for at in range(20)]) / 20, 2)
+    found: dict[str, dict[str, float]] = {}
+    engine, gain = (group.pushed, group.pushed_rows), torch.ones(WIDTH, device=group.device, dtype=torch.bfloat16)
+    for way, most in (("push", PIECES // mesh.size), ("meet", 0)):
+        group.pushed = group.pushed_rows = most
+        for size in SIZES:
+            y, x = (torch.randn(1, size // 2, device=group.device).to(torch.bfloat16) for _ in range(2))
+            forms: dict[str, Callable[[int], object]] = {
+                "sum": lambda _, y=y: all_reduce(y, mesh),
+                "add": lambda at, y=y, x=x: all_reduce_add(y, x, mesh, at % 2),
+            }
+            if size >= 2 * WIDTH:
+                rows, residual = y.view(1, -1, WIDTH), x.view(-1, WIDTH)
+                forms["add_norm"] = lambda at, y=rows, x=residual: all_reduce_add_norm(y, None, x, gain, 1e-6, mesh, at % 2)
+            for form, call in forms.items():
+                serves = size <= most and (form != "add_norm" or size // (2 * WIDTH) <= NUM_ROWS // mesh.size)
+                if way == "meet" or serves:
+                    us = graph_us(lambda call=call: [call(at) for at in range(20)]) / 20
+                    found.setdefault(f"{form}_{way}", {})[str(size)] = round(us, 2)
+    group.pushed, group.pushed_rows = engine
     return found
 
 
@@ -60,19 +81,27 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--which", default="b1,b8,b64,offline", help="workloads of nanovllm bench (default: %(default)s)")
     parser.add_argument("--num-pages", type=int, help="pages of KV (default: as many as fit)")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each workload (default: %(default)s)")
+    parser.add_argument("--sums", action="store_true", help="measure the sums over the ranks alone, without a model")
     parser.add_argument("--commit", help="the commit to record (default: the one that git reports)")
     parser.add_argument("--output", type=Path, help="write the result to this JSON file")
     options = parser.parse_args(arguments)
     begin = time.perf_counter()
     mesh = make_mesh()
-    device = mesh.owner.device  # pyright: ignore[reportAttributeAccessIssue]
+    group = mesh.owner
+    assert isinstance(group, ProcessGroup)
+    device = group.device
     figures: dict[str, Any] = {"gpus": mesh.size}
+    if options.sums:
+        figures |= {"all_reduce_us": all_reduce_times(mesh, group), "pushed_bytes": group.pushed, "pushed_rows_bytes": group.pushed_rows}
+        if not mesh.rank:
+            print(json.dumps(figures, indent=1), flush=True)
+        return _leave()
     model = random_weights(options.model, device=device, quantization=options.quantization, mesh=mesh)
     loaded = time.perf_counter()
     engine = Engine(model, num_pages=options.num_pages, max_model_len=min(model.config.max_position_embeddings, LONG + 1024), check=False)
     engine.generate([[300] * 32], [2], 0.0)
     figures["start_s"] = {"mesh_and_weights": round(loaded - begin, 2), "engine": round(time.perf_counter() - loaded, 2)}
-    figures["all_reduce_us"] = all_reduce_times(mesh, device)
+    figures |= {"all_reduce_us": all_reduce_times(mesh, group), "pushed_bytes": group.pushed, "pushed_rows_bytes": group.pushed_rows}
     for one in measure(engine.generate, options.which.split(","), model.config.vocab_size, options.repeats, lambda: engine.spent):
         figures[one.key] = one.figure
         if not mesh.rank:
@@ -84,6 +113,10 @@ def main(arguments: list[str] | None = None) -> None:
         if options.output is not None:
             options.output.write_text(json.dumps(result, indent=1) + "\n")
     del engine, model
+    _leave()
+
+
+def _leave() -> None:
     gc.collect()  # NCCL waits for the end of graphs that use it
     torch.cuda.synchronize()
     dist.barrier()

@@ -9,6 +9,7 @@ from nanovllm.chunks.generate import generate, generate_many
 from nanovllm.chunks.generation import Generation
 from nanovllm.chunks.handles import fork, release, truncate
 from nanovllm.chunks.loop import decode_loop
+from nanovllm.chunks.offload import offload
 from nanovllm.chunks.prefill import prefill
 from nanovllm.chunks.score import score
 from nanovllm.chunks.session import abandon, begin, commit
@@ -143,6 +144,7 @@ __all__ = [
     "load_model",
     "make_mesh",
     "memory",
+    "offload",
     "prefill",
     "release",
     "save_chunk",

@@ -5,17 +5,29 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from nanovllm.chunks.compose import compose
+from nanovllm.chunks.generate import generate
+from nanovllm.chunks.handles import release
 from nanovllm.chunks.prefill import prefill
+from nanovllm.chunks.score import score
+from nanovllm.chunks.session import abandon, begin
+from nanovllm.chunks.storage.file import load_chunk, save_chunk
+from nanovllm.config import Mesh
+from nanovllm.engine import host_memory
 from nanovllm.engine.init_state import init_state
 from nanovllm.engine.requests import cancel, submit, submit_many
 from nanovllm.engine.step import step
 from nanovllm.entrypoints.memory.report import memory
-from nanovllm.errors import InvalidRequestError
+from nanovllm.errors import InvalidRequestError, OutOfPagesError
 from nanovllm.executor.executor import runtime_of
+from nanovllm.ops.distributed.in_process import run_ranks
 from nanovllm.sampling.params import SamplingParams
+from nanovllm.state.digest import digest
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.invariants import check
+from nanovllm.state.kv_cache import bytes_per_page
 from nanovllm.state.offload import Rates
+from nanovllm.state.prefix_keys import key_of
 from nanovllm.testing.models import random_model, tiny_config
 from nanovllm.testing.shadows.memory import freeze
 from nanovllm.testing.shadows.worlds import drain
@@ -111,6 +123,35 @@ def test_a_preempted_request_finds_its_pages_again():
     assert stats[0].rerun_tokens > stats[1].rerun_tokens and stats[1].loaded_tokens > 0
 
 
+def under_pressure(gib: float):
+    """Twelve requests that need twice the pages of the pool: their replies, and the share of tokens that were run again."""
+    long = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    state, ids = engine(host_kv_gib=gib, num_pages=24, max_num_seqs=6), []
+    for seed in range(12):
+        state, rid = submit(MODEL, state, prompt(seed, 11 + seed % 5), long)
+        ids.append(rid)
+    state, outputs = drain(MODEL, state)
+    check(state)
+    assert state.stats.preemptions > 10
+    return [outputs[rid].token_ids for rid in ids], state.stats.rerun_tokens / (state.stats.prefill_tokens + state.stats.decode_tokens)
+
+
+def test_preempted_requests_run_no_token_again():
+    (expected, without), (replies, share) = under_pressure(0), under_pressure(GIB)
+    assert replies == expected
+    assert without > 0.25 and share == 0
+
+
+def test_the_last_page_of_a_preempted_request_is_kept_with_the_tokens_that_it_has():
+    state = engine(num_pages=24, max_num_seqs=6)
+    for seed in range(12):
+        state, _ = submit(MODEL, state, prompt(seed, 11 + seed % 5), replace(GREEDY, max_tokens=40))
+    while not (lost := [s for s in state.waiting if s.most_filled % 4]):
+        state, _ = step(MODEL, state)
+    tokens, host = lost[0].tokens.array(0, lost[0].most_filled), state.pool.host
+    assert host is not None and key_of(tokens) in host.by_key and key_of(tokens[:-1]) not in host.by_key
+
+
 def test_a_failed_copy_leaves_the_old_state_usable(monkeypatch):
     state = engine()
     state, expected = reply(state, prompt(0))
@@ -146,13 +187,46 @@ def test_a_request_can_be_cancelled_after_its_pages_were_loaded():
     assert state.pool.num_available == 8
 
 
-def test_calls_on_chunks_evict_without_keeping():
-    state = engine()
-    state, _ = reply(state, prompt(0))
+@pytest.mark.parametrize("name", ["prefill", "compose", "load_chunk", "generate", "begin", "score"])
+def test_pages_that_calls_on_chunks_push_out_are_kept(name, tmp_path):
+    state, file = engine(), tmp_path / "chunk.safetensors"
+    if name == "load_chunk":
+        state, chunk = prefill(MODEL, state, prompt(3, 29))
+        save_chunk(state, chunk, file)
+        state = release(state, chunk)
+        state = cleared(state)
+    state, both = prefill(MODEL, state, prompt(4, 6)) if name == "compose" else (state, None)
+    state, expected = reply(state, prompt(0))
     before = state.stats
-    state, _ = prefill(MODEL, state, prompt(3, 30))
+    match name:
+        case "prefill":
+            state, made = prefill(MODEL, state, prompt(3, 29))
+        case "compose":
+            state, made = compose(MODEL, state, [both] * 3)
+        case "load_chunk":
+            state, made = load_chunk(MODEL, state, file)
+        case "generate":
+            state, out = generate(MODEL, state, prompt(3, 26), GREEDY)
+            made = out.chunk
+        case "begin":
+            state, carry = begin(MODEL, state, [prompt(3, 26)], GREEDY, room=4)
+            state = abandon(state, carry)
+            made = None
+        case _:
+            state, _ = score(MODEL, state, [prompt(3, 26)], [prompt(5, 3)])
+            made = None
     check(state)
-    assert state.stats.offloaded_tokens == before.offloaded_tokens
+    assert state.stats.offloaded_tokens > before.offloaded_tokens
+    for chunk in (made, both):
+        state = state if chunk is None else release(state, chunk)
+    state, output = reply(state, prompt(0))
+    assert output.token_ids == expected.token_ids and output.num_cached_tokens == 20
+
+
+def cleared(state: EngineState) -> EngineState:
+    """The state whose pages hold another prompt."""
+    state, _ = reply(state, prompt(9, 28))
+    return state
 
 
 def test_old_values_stay_as_they_were():
@@ -199,3 +273,64 @@ def test_the_memory_report_tells_how_much_is_used():
     assert (report.num_host_pages, report.num_host_used) == (state.pool.host.num_pages, state.stats.offloaded_tokens // 4)
     assert f"{report.num_host_used} of {report.num_host_pages:,} pages of host memory used" in report.text()
     assert "host memory" not in memory(engine(host_kv_gib=0)).text()
+
+
+# Several ranks
+
+HEADS = tiny_config(**{**SIZES, "num_kv_heads": 2})
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "fp8"])
+def test_ranks_keep_their_own_heads_and_plan_alike(kv_dtype):
+    def run(mesh: Mesh | None):
+        model = random_model(HEADS, dtype="float64", mesh=mesh)
+        state = init_state(model, num_pages=8, page_size=4, host_kv_gib=2 * GIB, kv_dtype=kv_dtype)
+        host = state.pool.host
+        assert host is not None
+        state = replace(state, pool=replace(state.pool, host=replace(host, rates=ALWAYS)))
+        told = []
+        for seed in (0, 1, 2, 0, 1, 2, 2):
+            state, rid = submit(model, state, prompt(seed), GREEDY)
+            state, outputs = drain(model, state)
+            check(state)
+            told.append((outputs[rid].token_ids, outputs[rid].num_cached_tokens))
+        return told, state.stats, host.num_pages, host.page_bytes, digest(state, whole=True)
+
+    told, stats, num_pages, page_bytes, _ = run(None)
+    assert stats.loaded_tokens == 3 * 20
+    one, two = run_ranks(run, 2)
+    assert one == two, "the ranks differ"
+    assert one[:3] == (told, stats, num_pages) and 2 * one[3] == page_bytes
+
+
+def test_ranks_have_the_least_of_the_host_pages_and_the_rates_of_rank_0():
+    def run(mesh: Mesh):
+        model = random_model(HEADS, dtype="float64", mesh=mesh)
+        host = init_state(model, num_pages=8, page_size=4, host_kv_gib=(2 - mesh.rank) * GIB).pool.host
+        assert host is not None
+        return host.num_pages, host.rates
+
+    one, two = run_ranks(run, 2)
+    page = bytes_per_page(HEADS, page_size=4, dtype=MODEL.dtype) * 2  # in float64
+    assert one == two and one[0] == int(GIB * 2**30) // page
+
+
+def test_no_rank_goes_on_if_one_gets_no_host_memory(monkeypatch):
+    memory = host_memory.HostMemory
+
+    def short(kv, num_pages):
+        if not failed:
+            failed.append(True)
+            raise OutOfPagesError("planted: lower host_kv_gib")
+        return memory(kv, num_pages)
+
+    failed = []
+    monkeypatch.setattr(host_memory, "HostMemory", short)
+    told = run_ranks(_raised, 2)
+    assert sorted(map(str.split, told), key=len)[0][0] == "planted:" and len({*told}) == 2
+
+
+def _raised(mesh: Mesh) -> str:
+    with pytest.raises(OutOfPagesError, match="lower host_kv_gib") as caught:
+        init_state(random_model(HEADS, dtype="float64", mesh=mesh), num_pages=8, page_size=4, host_kv_gib=GIB)
+    return str(caught.value)

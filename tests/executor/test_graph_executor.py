@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from random import Random
+from threading import local
 from typing import Any
 
 import pytest
@@ -11,13 +12,16 @@ import torch
 
 import nanovllm as nv
 from nanovllm.chunks.prefill import plain_request
+from nanovllm.config import Mesh
 from nanovllm.executor import attention_plans, cuda_graphs, graph_executor
 from nanovllm.executor.batch import decode_batch
+from nanovllm.executor.captured_step import CapturedStep
 from nanovllm.executor.executor import Runtime
 from nanovllm.executor.graph_executor import GraphExecutor
 from nanovllm.executor.prompt_buffers import PromptBuffers
 from nanovllm.executor.prompt_graphs import PromptGraphs
 from nanovllm.executor.row_tables import RowTables
+from nanovllm.ops.distributed.in_process import ThreadGroup, run_ranks
 from nanovllm.sampling import penalty_tables
 from nanovllm.sampling.penalty_tables import PenaltyTables
 from nanovllm.sampling.row_options import KINDS
@@ -450,3 +454,33 @@ def test_kv_in_fp8_needs_no_plans_of_flashinfer(
     rows = [Sequence(request=request, tokens=IntVector.of([1, 2, 3, 4, 5]), pages=IntVector.of([0, 1]), num_filled=4)]
     plans = executor._follow(decode_batch(rows, page_size=4, dummy_page=num_pages), ticket=1)  # of a session
     assert plans == (executor._sessions[1].handle,) * 2
+
+
+def test_ranks_exchange_their_best_tokens_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in the model's graph, whose greedy token another kind of sampling would replace."""
+    now, exchanges, winners = local(), dict[str, set[int]](run=set(), draw=set()), ThreadGroup.winners
+
+    def noted(self: ThreadGroup, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        now.count = getattr(now, "count", 0) + 1
+        return winners(self, values, ids)
+
+    def counted(name: str, call: Any) -> Any:
+        def counts(self: CapturedStep) -> None:
+            now.count = 0
+            call(self)
+            if not self.kind.processors:
+                exchanges[name].add(now.count)
+
+        return counts
+
+    def run(mesh: Mesh | None) -> dict[int, list[int]]:
+        model = random_model(tiny_config(vocab_size=60), dtype="float64", mesh=mesh)
+        state = nv.init_state(model, num_pages=30, **LIMITS) if mesh is None else started(model, 30)[0]
+        return served(model, state, 3, processed=0.1, clients=CLIENTS[:3])[0]
+
+    alone = run(None)
+    monkeypatch.setattr(ThreadGroup, "winners", noted)
+    for name in exchanges:
+        monkeypatch.setattr(CapturedStep, name, counted(name, getattr(CapturedStep, name)))
+    assert run_ranks(run, 2) == [alone] * 2
+    assert exchanges == {"run": {0}, "draw": {0, 1}}  # none where all logits are gathered

@@ -2,6 +2,7 @@
 
 import gc
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -131,3 +132,27 @@ def test_preempted_requests_load_their_pages() -> None:
         require_same(model, prompt, output.token_ids, want, limits)
     nv.check(llm.state)
     assert llm.state.stats.preemptions > 0 and llm.state.stats.loaded_tokens > 0
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "fp8"])
+def test_a_chunk_comes_back_with_its_bits(kv_dtype: Any, tmp_path: Path) -> None:
+    """Its pages are overwritten right after it was moved. Its file is the same wherever it is."""
+    model, file = small_model(), tmp_path / "chunk.safetensors"
+    state = nv.init_state(model, **{**LIMITS, "num_pages": 40, "kv_dtype": kv_dtype}, host_kv_gib=0.25)
+    tokens, others = random_prompts(model, 300, 500)
+    state, base = nv.prefill(model, state, tokens)
+    state, chunk = nv.drop(model, state, base, 40, 57, "shift")
+    state = nv.release(state, base)
+    nv.save_chunk(state, chunk, file)
+    content = file.read_bytes()
+    for _ in range(3):
+        state = nv.offload(state, chunk)
+        state, other = nv.prefill(model, state, others)
+        state = nv.release(state, other)
+        nv.save_chunk(state, chunk, file)
+        assert file.read_bytes() == content
+        state, reply = nv.generate(model, state, chunk, GREEDY)
+        state = nv.release(state, reply.chunk)
+        nv.check(state)
+        nv.save_chunk(state, chunk, file)
+        assert len(state.chunks[chunk.liveness].pages) == 18 and file.read_bytes() == content

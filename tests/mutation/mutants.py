@@ -193,9 +193,36 @@ MUTANTS: tuple[Mutant, ...] = (
         ("copies that take longer are made", "< num_tokens / rates.tokens_per_second", "< 2 * num_tokens / rates.tokens_per_second"),
     ),
     *bugs(
+        "state/moved_chunks.py",
+        ("tests/chunks/test_offload.py",),
+        ("chunks in host memory are replaced", "and at in host.key_of]", "]"),
+        ("what a call gave up is free at once", "held=(*host.held, *host.moved[liveness].pages))", "held=host.held)"),
+        (
+            "a second handle owns no host page",
+            "used=page_ops.retain(host.used, pages), moved=host.moved.set(new",
+            "moved=host.moved.set(new",
+        ),
+    ),
+    *bugs(
+        "engine/resident.py",
+        ("tests/chunks/test_offload.py",),
+        ("a failed call trusts what it overwrote", "state.runtime.lease.lose(lost, taken.host_pages)", "pass"),
+    ),
+    *bugs(
+        "engine/host_copies.py",
+        ("tests/engine/test_host_memory.py",),
+        (
+            "calls on chunks forget their copies",
+            "return copied(replace(state, pool=replace(pool, host=host)), moves, taken, host)",
+            "return replace(state, pool=replace(pool, host=host))",
+        ),
+        ("copies out count as copies in", "loaded_tokens=into * size", "loaded_tokens=out * size"),
+    ),
+    *bugs(
         "engine/host_pages.py",
         ("tests/engine/test_host_memory.py",),
         ("namespaces share host memory", "find(host, tokens, held, size, namespace)", "find(host, tokens, held, size)"),
+        ("last pages are not found", "if filled < most < filled + size and", "if False and"),
         ("the rates do not matter", "if not offload.worth_loading(", "if False and not offload.worth_loading("),
     ),
     *bugs(
@@ -667,6 +694,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("the token to count next is the one before", "targets = [batch.input_ids, newest] if", "targets = [batch.input_ids] if"),
         ("pages are given to other rows", "order = np.argsort(np.concatenate(", "order = (np.concatenate("),
         ("tokens are drawn for the place before", "batch.seq_lens - 1  # the step", "batch.seq_lens - 2  # the step"),
+        ("ranks exchange tokens that are replaced", "return parts_of(self._config) is not None and not carry.processing", "return False"),
         (
             "functions do not see tokens that were drawn at random",
             "if carry.token_ids is not None:\n            last",
@@ -706,7 +734,7 @@ MUTANTS: tuple[Mutant, ...] = (
         HANDLES,
         (
             "a truncated chunk keeps its last page",
-            "pages=chunk.pages.truncate(pages_for(length, page_size)),",
+            "pages=chunk.pages.truncate(min(len(chunk.pages), pages_for(length, page_size))),",
             "pages=chunk.pages.truncate(min(len(chunk.pages), length // page_size + 1)),",
         ),
     ),
@@ -1096,7 +1124,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("the last wrong token is named", "flat[(flat < 0) | (flat >= vocab_size)][0]", "flat[(flat < 0) | (flat >= vocab_size)][-1]"),
         ("parts after a token id are token ids", "(*context[:1], *context[-1:])", "context[:1]"),
         ("the first part has no number", 'if len(parts) > 1 else "")', 'if place else "")'),
-        ("a released chunk is continued", "            require_live(state, part)\n", ""),
+        ("a released chunk is continued", "base, total = require_live(state, part), len(part)", "base, total = part, len(part)"),
     ),
     # Hidden states, and prompts without KV memory
     *bugs(

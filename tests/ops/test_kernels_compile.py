@@ -217,6 +217,7 @@ def test_experts(compiled: Compiled, tokens: int, k: int, num: int, width: int, 
     for chosen, act in ((torch.int64, "silu"), *(((torch.int32, "gelu"), (torch.int64, "gelu_tanh")) if tokens < 64 else ())):
         given = (x, gate_up, down, torch.empty(tokens, k, dtype=chosen, device="meta"), weights, act)
         triton_experts.launch(*given, tiles, compiled.pdl)
+    triton_experts.launch(*given, tiles, compiled.pdl, x)
     assert {kernel.name for kernel in compiled} == (
         {"_few_gate_up", "_few_down"} if isinstance(tiles, FewTiles) else {"_sort", "_grouped", "_combine"}
     )
@@ -225,11 +226,13 @@ def test_experts(compiled: Compiled, tokens: int, k: int, num: int, width: int, 
 
 @pytest.mark.parametrize(("num", "k"), [(128, 8), (8, 2), (64, 6)])
 def test_route(compiled: Compiled, num: int, k: int) -> None:
-    from nanovllm.ops.moe import triton_experts
+    from nanovllm.ops.moe import triton_route
 
     for dtype in (BF16, torch.float32):
+        router = torch.empty(num, 2560, dtype=dtype, device="meta")
+        triton_route.norm_router(torch.zeros(3, 2560, dtype=BF16), torch.zeros(2560, dtype=BF16), router, 1e-6, compiled.pdl)
         for bias in (None, torch.zeros(num)):
-            triton_experts.route(torch.zeros(3, num, dtype=dtype), bias, k, bias is None, 0.0, compiled.pdl)
+            triton_route.route(torch.zeros(3, num, dtype=dtype), bias, k, bias is None, 0.0, compiled.pdl)
     compiled.check()
 
 
@@ -257,16 +260,44 @@ def test_memory_rows_and_sampling(compiled: Compiled) -> None:
 
 def test_winners_of_ranks(compiled: Compiled) -> None:
     from nanovllm.ops.distributed import triton_winners
-    from nanovllm.ops.distributed.shared_memory import WORDS, Shared
+    from nanovllm.ops.distributed.shared_memory import WORDS
     from nanovllm.ops.sampling import triton_sampling
 
     logits, keys = torch.zeros(3, 75968, dtype=BF16), torch.zeros(3, 2, dtype=torch.int64)
     for size, first in ((2, 0), (2, 75968), (4, 75966), (8, 7)):
-        memory, table = torch.zeros(8, dtype=torch.uint8), torch.zeros(size, dtype=torch.int64)
-        shared = Shared(rank=size - 1, size=size, memory=memory, table=table, failed=torch.zeros(1, dtype=torch.int32), handle=None)
+        shared = shared_by(size)
         triton_winners.winners(*triton_sampling.highest_of_blocks(logits, first, 75960), shared, WORDS)
         triton_winners.winners(*triton_sampling.drawn_of_blocks(logits, torch.ones(3), None, keys, first, 75960), shared, WORDS)
     compiled.check()
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(2, BF16), (2, torch.float16), (2, torch.float32), (3, BF16), (8, BF16)])
+def test_sums_over_ranks(compiled: Compiled, size: int, dtype: torch.dtype) -> None:
+    """Tensors are pushed, and polled, by 16 bytes a thread."""
+    from nanovllm.ops.distributed import triton_meetings, triton_pushes
+
+    y, gain, shared = torch.zeros(2, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype), shared_by(size)
+    for residual in (None, y):
+        triton_pushes.pushed(y, residual, shared, compiled.pdl)
+    for parts, bias in ((y.unsqueeze(0), None), (torch.zeros(4, 2, 4096), gain)):
+        triton_pushes.pushed_norm(parts, bias, y, gain, 1e-6, shared, compiled.pdl)
+    for kernel in compiled:
+        for access in ("ld.volatile.global.v4.b32", "st.global.v4.b32"):
+            assert access in kernel.asm["ptx"], (kernel.name, access)
+    for residual in (None, y):
+        triton_meetings.reduce(y, residual, shared, 0, 0, compiled.pdl)
+    triton_meetings.reduce_norm(y.unsqueeze(0), None, y, gain, 1e-6, shared, 0, 0, compiled.pdl)
+    triton_meetings.gather_columns(y, 8192, shared, 0, 0)
+    compiled.check()
+
+
+def shared_by(size: int) -> Any:
+    """Memory that ranks would share."""
+    from nanovllm.ops.distributed.shared_memory import Shared
+
+    memory, table, failed = torch.zeros(8, dtype=torch.uint8), torch.zeros(size, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    peers = tuple((1 << 40) + (rank << 30) for rank in range(size))
+    return Shared(rank=size - 1, size=size, memory=memory, table=table, peers=peers, failed=failed, handle=None)
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])

@@ -16,7 +16,7 @@ from nanovllm.testing.machines.disk import DiskMachine
 from nanovllm.testing.machines.engine import EngineMachine
 from nanovllm.testing.machines.failures import FailureMachine
 from nanovllm.testing.machines.frames import FrameMachine
-from nanovllm.testing.machines.host_memory import HostMemoryMachine
+from nanovllm.testing.machines.host_memory import HostChunkMachine, HostMemoryMachine
 from nanovllm.testing.machines.pages import PageMachine
 from nanovllm.testing.machines.prefix import PrefixMachine
 from nanovllm.testing.machines.run_ahead import AheadMachine
@@ -119,6 +119,12 @@ class Fp8HostMemory(HostMemoryMachine):
     world = SymbolicWorld(kv_dtype="fp8")
 
 
+class Fp8HostChunks(HostChunkMachine):
+    """Chunks in FP8 go to host memory with their scales."""
+
+    world = SymbolicWorld(kv_dtype="fp8")
+
+
 class RealHostMemory(HostMemoryMachine):
     """A real model whose KV comes back from host memory, against uncached forwards."""
 
@@ -155,6 +161,8 @@ class RealFp8(EngineMachine):
         (HostMemoryMachine, 25, 50),
         (Fp8HostMemory, 6, 50),
         (RealHostMemory, 2, 40),
+        (HostChunkMachine, 25, 30),
+        (Fp8HostChunks, 6, 30),
         (DiskMachine, 25, 50),
         (Fp8Disk, 6, 50),
         (CascadeMachine, 3, 50),

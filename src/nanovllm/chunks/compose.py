@@ -15,8 +15,10 @@ from nanovllm.chunks.handles import chunk_of, cut, cut_live, fork
 from nanovllm.chunks.layout import Layout, gapped, joined, shifted, slots_of
 from nanovllm.chunks.prefill import adopt, fill, plain_request, plain_sequence, reserve_all, run_again
 from nanovllm.engine.donation import commit_state, enter_with, guarded, require_chunk, require_live, require_namespace
+from nanovllm.engine.host_copies import settled
 from nanovllm.engine.mirrored import mirrored
 from nanovllm.engine.requests import capacity
+from nanovllm.engine.resident import resident
 from nanovllm.errors import InvalidRequestError
 from nanovllm.models.model import Model
 from nanovllm.ops.distributed.collectives import all_reduce
@@ -90,6 +92,9 @@ def compose(
         raise InvalidRequestError(f"the chunks have {num_tokens} tokens; this engine holds at most {capacity(state)}")
     if len(chunks) == 1 and not first.gaps:
         return fork(state, first)
+    state = resident(state, chunks)
+    chunks = [require_live(state, chunk) for chunk in chunks]
+    first = chunks[0]
     tokens = first.tokens.extend(np.concatenate([chunk.token_ids for chunk in chunks[1:]] or [np.empty(0, np.int32)]))
     with guarded(state) as taken:
         if isinstance(amount, str):
@@ -154,6 +159,9 @@ def drop(
     """
     state = enter_with(model, state)
     require_namespace(namespace)
+    require_live(state, chunk)
+    _span(chunk, start, stop)
+    state = resident(state, chunk)
     with guarded(state) as taken:
         state, kept = dropped(model, state, chunk, start, stop, mode, taken, namespace)
         return commit_state(state), kept
@@ -162,8 +170,8 @@ def drop(
 def dropped(
     model: Model, state: EngineState, chunk: Chunk, start: int, stop: int, mode: str, taken: Taken, namespace: int = 0
 ) -> tuple[EngineState, Chunk]:
-    """`drop` without the commit. Pages that it takes are noted in `taken`."""
-    require_live(state, chunk)
+    """`drop` without the commit, of a chunk on the device. Pages that it takes are noted in `taken`."""
+    chunk = require_live(state, chunk)
     start, stop = _span(chunk, start, stop)
     if mode not in MODES:
         raise InvalidRequestError(f"mode={mode!r} is not one of {', '.join(MODES)}")
@@ -238,21 +246,21 @@ def _placed(
     early = page_ops.upcoming(state.pool.pages, layout.num_fresh) if state.pool.frames is None else None
     if early is not None:
         _move(model, state, layout, early)
-    pool = pools.acquire(state.pool, [*layout.head.tolist(), *layout.tail.tolist()])
+    pool = pools.acquire(pools.planning(state.pool), [*layout.head.tolist(), *layout.tail.tolist()])
     allocated = pools.allocate(pool, layout.num_fresh)
     if allocated is None:
         raise pools.too_few(pool, f"the chunk needs {layout.num_fresh} pages")
     pool, fresh = allocated
     taken.note(pool, fresh)
+    state = settled(state, pool, taken)
     if early is None:
-        _move(model, replace(state, pool=pool), layout, fresh)
+        _move(model, state, layout, fresh)
     pages = IntVector.of(np.concatenate((layout.head, np.array(fresh, np.int32), layout.tail)))
     operations = dict.fromkeys((*(name for source in sources for name in source.provenance.operations), operation))
     sequence = Sequence(
         request=plain_request(total, namespace), tokens=layout.tokens, pages=pages, num_filled=total, most_filled=total,
         provenance=Provenance(operations=tuple(operations)), exact_len=layout.num_exact, gaps=layout.gaps,
     )  # fmt: skip
-    state = replace(state, pool=pool)
     places = _chosen(model, state, sequence, sources, recompute)
     run_again(model, state, sequence, places)
     probed = total - len(sources[0]) if isinstance(recompute, float) else 0

@@ -16,6 +16,7 @@ from nanovllm.engine.donation import commit_state, enter_with, guarded
 from nanovllm.engine.mirrored import mirrored
 from nanovllm.engine.prompt import Context
 from nanovllm.engine.requests import new_sequence
+from nanovllm.engine.resident import resident
 from nanovllm.engine.step import run_step
 from nanovllm.errors import InvalidRequestError
 from nanovllm.models.model import Model
@@ -145,12 +146,10 @@ def _generated(
     sampling_params = one_for_each(contexts, sampling_params)
     if not contexts:
         return commit_state(state), []
-    # Nobody reads these replies before the call ends, so prompts need not be held back for them.
-    inner = replace(state, running=(), waiting=Queue(), config=replace(state.config, max_prefill_tokens=None))
-    sequences = []
-    for context, params in zip(contexts, sampling_params, strict=True):
-        inner, sequence, _ = new_sequence(model, inner, context, params, keep=True)
-        sequences.append(sequence)
+    asked = list(zip(contexts, sampling_params, strict=True))
+    inner, sequences = _begun(model, state, asked)
+    if (back := resident(state, *contexts)) is not state:
+        state, (inner, sequences) = back, _begun(model, back, asked)
     sequences = _bounded(state, sequences)
     if (processor := as_processor(process_logits)) is not None:
         return _processed(model, state, inner, sequences, processor, retain)
@@ -191,6 +190,17 @@ def _generated(
                 )
             )
         return commit_state(inner, config=state.config, running=state.running, waiting=state.waiting, loaded=None), generations
+
+
+def _begun(model: Model, state: EngineState, asked: Seq[tuple[Context, SamplingParams | None]]) -> tuple[EngineState, list[Sequence]]:
+    """The state without its other requests, and a sequence for each context with its options, which owns no page yet."""
+    # Nobody reads these replies before the call ends, so prompts need not be held back for them.
+    inner = replace(state, running=(), waiting=Queue(), config=replace(state.config, max_prefill_tokens=None))
+    sequences = []
+    for context, params in asked:
+        inner, sequence, _ = new_sequence(model, inner, context, params, keep=True)
+        sequences.append(sequence)
+    return inner, sequences
 
 
 def _processed(

@@ -12,6 +12,7 @@ from nanovllm.state import pool as pools
 from nanovllm.state.chunk import EXACT, Chunk
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.kv_cache import pages_for
+from nanovllm.state.moved_chunks import given_up, share
 from nanovllm.state.request import Sequence
 from nanovllm.state.sequence_pages import give_up_pages
 from nanovllm.state.vector import IntVector
@@ -79,8 +80,8 @@ def truncate(state: EngineState, chunk: Chunk, length: SupportsIndex) -> tuple[E
 
 
 def cut_live(state: EngineState, chunk: Chunk, length: SupportsIndex) -> tuple[EngineState, Chunk]:
-    """`truncate` without the commit."""
-    require_live(state, chunk)
+    """`truncate` without the commit. A handle on a chunk in host memory is there, too."""
+    chunk = require_live(state, chunk)
     try:
         count = 0 if isinstance(length, bool) else operator.index(length)
     except TypeError:
@@ -89,6 +90,8 @@ def cut_live(state: EngineState, chunk: Chunk, length: SupportsIndex) -> tuple[E
         raise InvalidRequestError(f"length={length!r} must be an integer from 1 to {len(chunk)}, the number of tokens of the chunk")
     twin = replace(cut(chunk, count, state.config.page_size), liveness=state.next_id)
     pool, chunks = pools.acquire(state.pool, twin.pages), state.chunks.set(twin.liveness, twin)
+    if (host := pool.host) is not None and chunk.liveness in host.moved:
+        pool = replace(pool, host=share(host, chunk, twin, pages_for(count, state.config.page_size), state.config.page_size))
     return replace(state, pool=pool, chunks=chunks, next_id=state.next_id + 1), twin
 
 
@@ -124,8 +127,11 @@ def release(state: EngineState, chunk: Chunk) -> EngineState:
 
 def released(state: EngineState, chunk: Chunk) -> EngineState:
     """`release` without the commit."""
-    require_live(state, chunk)
-    return replace(state, pool=pools.release(state.pool, chunk.pages), chunks=state.chunks.delete(chunk.liveness))
+    chunk = require_live(state, chunk)
+    pool = pools.release(state.pool, chunk.pages)
+    if (host := pool.host) is not None and chunk.liveness in host.moved:
+        pool = replace(pool, host=given_up(host, chunk.liveness))
+    return replace(state, pool=pool, chunks=state.chunks.delete(chunk.liveness))
 
 
 def cut(chunk: Chunk, length: int, page_size: int) -> Chunk:
@@ -134,7 +140,7 @@ def cut(chunk: Chunk, length: int, page_size: int) -> Chunk:
     return replace(
         chunk,
         tokens=chunk.tokens.truncate(length),
-        pages=chunk.pages.truncate(pages_for(length, page_size)),
+        pages=chunk.pages.truncate(min(len(chunk.pages), pages_for(length, page_size))),  # none in host memory
         provenance=EXACT if exact == length else chunk.provenance,
         num_exact=exact,
         gaps=tuple(gap for gap in chunk.gaps if gap[0] < length),

@@ -13,10 +13,12 @@ import torch
 
 from nanovllm.chunks.handles import chunk_of
 from nanovllm.engine.donation import commit_state, enter_with, guarded, require_chunk, require_namespace
+from nanovllm.engine.host_copies import settled
 from nanovllm.engine.mirrored import mirrored
 from nanovllm.engine.output import counted
 from nanovllm.engine.prompt import parts_of, resolve
 from nanovllm.engine.requests import begin_sequence, capacity
+from nanovllm.engine.resident import resident
 from nanovllm.errors import InvalidRequestError
 from nanovllm.executor.executor import executor_of
 from nanovllm.models.model import Model
@@ -91,7 +93,7 @@ def reserve_all(
         OutOfPagesError: Too few pages are available; nothing was written.
         InvalidRequestError: More than `most_todo` tokens are left; nothing was written.
     """
-    pool, owners, copies, pages, reused = state.pool, list(sequences), [], [], 0
+    pool, owners, copies, pages, reused = pools.planning(state.pool), list(sequences), [], [], 0
     for i, length in enumerate(lengths):
         if kept_back is not None:
             pool, owners[i] = _begun_with_offered(pool, owners[i], kept_back)
@@ -108,8 +110,9 @@ def reserve_all(
     if most_todo is not None and (count := sum(max(1, s.todo) for s in owners)) > most_todo:
         raise InvalidRequestError(f"fill=False leaves {count} tokens to the first step, more than max_num_batched_tokens={most_todo}")
     taken.note(pool, pages)  # only after all is reserved: pages that a refused call would have taken over keep their KV
-    kv = copy_pages(state.kv, tuple(copies), frames_of_copies(pool, copies))
-    pool = pools.release(pool, [source for source, _ in copies])
+    state = settled(state, pool, taken)
+    kv = copy_pages(state.kv, tuple(copies), frames_of_copies(state.pool, copies))
+    pool = pools.release(state.pool, [source for source, _ in copies])
     return replace(state, kv=kv, pool=pool, stats=state.stats.add(reused_tokens=reused)), owners
 
 
@@ -223,8 +226,9 @@ def prefill(
     num_tokens, limit = len(resolved.tokens), capacity(state, resolved.base)
     if num_tokens > limit:
         raise InvalidRequestError(f"the chunk would have {resolved.count} tokens; this engine holds at most {limit}")
+    state, base = resident(state, resolved.base), resolved.base
     with guarded(state) as taken:
-        filled, sequences = adopt(state, [plain_sequence(resolved.tokens, resolved.base, namespace)])
+        filled, sequences = adopt(state, [plain_sequence(resolved.tokens, base and state.chunks[base.liveness], namespace)])
         filled, sequences = reserve_all(filled, sequences, [num_tokens], taken)
         filled, (sequence,) = fill(model, filled, sequences)
         filled, chunk = chunk_of(model, filled, sequence)

@@ -19,6 +19,7 @@ from nanovllm.engine.donation import commit_state, enter_with, guarded, require_
 from nanovllm.engine.mirrored import mirrored
 from nanovllm.engine.prompt import Context, encode, resolve, token_array
 from nanovllm.engine.requests import capacity
+from nanovllm.engine.resident import resident
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.executor.executor import executor_of
 from nanovllm.executor.scoring import Scored, most_logits
@@ -123,6 +124,8 @@ def score(
     state, num_top = enter_with(model, state), num_top_of("top_logprobs", top_logprobs)
     require_namespace(namespace)
     tasks, token_ids = _tasks(model, state, contexts, continuations, namespace)
+    if (back := resident(state, contexts)) is not state:
+        state, (tasks, token_ids) = back, _tasks(model, back, contexts, continuations, namespace)
     for task in tasks:
         _admitted(state, [task])  # raises before anything is written
     found: Found = []

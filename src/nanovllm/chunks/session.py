@@ -13,6 +13,7 @@ from nanovllm.engine.donation import commit_state, enter, enter_with, guarded
 from nanovllm.engine.mirrored import require_no_mirror
 from nanovllm.engine.prompt import Context
 from nanovllm.engine.requests import capacity, new_sequence
+from nanovllm.engine.resident import resident
 from nanovllm.errors import DonatedStateError, InvalidRequestError
 from nanovllm.executor.decode_carry import DecodeCarry
 from nanovllm.executor.executor import executor_of
@@ -25,6 +26,7 @@ from nanovllm.state import pool as pools
 from nanovllm.state.device_errors import watched
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.kv_cache import same_memory
+from nanovllm.state.request import Sequence
 
 
 @explain_unknown_keywords
@@ -87,8 +89,27 @@ def begin(
         raise InvalidRequestError("contexts=[]: begin needs at least one context")
     if len(contexts) > state.config.max_num_seqs:
         raise InvalidRequestError(f"{len(contexts)} contexts exceed max_num_seqs={state.config.max_num_seqs}: pass fewer contexts")
+    asked = list(zip(contexts, sampling_params, strict=True))
+    inner, sequences = _begun(model, state, asked, room)
+    if (back := resident(state, *contexts)) is not state:
+        state, (inner, sequences) = back, _begun(model, back, asked, room)
+    processor = as_processor(process_logits)
+    with guarded(state) as taken:
+        inner, session, carry = opened(model, inner, sequences, taken, branching=branching, to_fill=fill, processor=processor)
+        assert carry.log is not None and carry.log.lease is not None
+        return commit_state(inner, sessions=inner.sessions.set(carry.log.lease.session, session)), carry
+
+
+def _begun(
+    model: Model, state: EngineState, asked: Seq[tuple[Context, SamplingParams | None]], room: int
+) -> tuple[EngineState, list[Sequence]]:
+    """A sequence for each context with its options, which owns no page yet. The state has counted them.
+
+    Raises:
+        InvalidRequestError: A context with `room` more tokens is too long for the engine.
+    """
     inner, sequences = state, []
-    for context, params in zip(contexts, sampling_params, strict=True):
+    for context, params in asked:
         inner, sequence, base = new_sequence(model, inner, context, params, keep=True)
         limit = capacity(state, base)
         if len(sequence.tokens) + room > limit:
@@ -98,11 +119,7 @@ def begin(
             )
         request = replace(sequence.request, max_len=sequence.request.num_prompt + room)
         sequences.append(replace(sequence, request=request))
-    processor = as_processor(process_logits)
-    with guarded(state) as taken:
-        inner, session, carry = opened(model, inner, sequences, taken, branching=branching, to_fill=fill, processor=processor)
-        assert carry.log is not None and carry.log.lease is not None
-        return commit_state(inner, sessions=inner.sessions.set(carry.log.lease.session, session)), carry
+    return inner, sequences
 
 
 @explain_unknown_keywords

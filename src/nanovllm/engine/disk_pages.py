@@ -60,6 +60,15 @@ def look_ahead(state: EngineState, taken: Taken) -> EngineState:
     return state
 
 
+def with_reads_ended(state: EngineState) -> EngineState:
+    """The state after all reads have ended, for which this waits. Their host pages may then be replaced."""
+    disk, host = runtime_of(state).disk, state.pool.host
+    if disk is None or host is None or host.disk is None or not host.disk.reading:
+        return state
+    disk.end_reads()
+    return _with(state, disk, disk.take(host.disk.reading))
+
+
 def set_reading_apart(draft: Draft) -> None:
     """Take the requests out of the queue that wait for reads, so that others need not wait for them."""
     host = draft.pool.host
@@ -104,7 +113,7 @@ def flush_kv(state: EngineState, *, max_bytes: int | None = None) -> bool:
         return True
     disk.hold(False)
     if disk.todo[0] is not index:
-        disk.keep([(at, key) for at, key in host.key_of.items() if not disk.has(key)])
+        disk.keep([(at, key) for at, key in disk_pages.lasting(host, host.key_of) if not disk.has(key)])
         idle = index.idle_pages()
         pages = np.array([*(set(index.pages()) - set(idle)), *idle[::-1]], np.int32)  # those first that are evicted last
         keys = keys_of(index, pages) if len(pages) else []

@@ -17,6 +17,7 @@ from nanovllm.state.chunk import Chunk
 from nanovllm.state.device_errors import chain, fatal, out_of_memory
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.lease import NEW_ENGINE, ModelKey
+from nanovllm.state.moved_chunks import let_go
 from nanovllm.state.pool import Pool, Taken
 from nanovllm.state.vector import IntVector
 from nanovllm.state.window_frames import pages_with
@@ -38,8 +39,11 @@ def require_namespace(namespace: object) -> None:
         raise InvalidRequestError(f"namespace={reprlib.repr(namespace)} must be an integer of at least 0")
 
 
-def require_live(state: EngineState, chunk: Chunk) -> None:
+def require_live(state: EngineState, chunk: Chunk) -> Chunk:
     """Require a chunk of this engine that was not released.
+
+    Returns:
+        The chunk with the pages that it has now; without pages if it is in host memory.
 
     Raises:
         InvalidRequestError: `chunk` is not a chunk.
@@ -51,6 +55,7 @@ def require_live(state: EngineState, chunk: Chunk) -> None:
         raise ForeignChunkError(f"{chunk!r} belongs to another engine: make a chunk with this engine, or use save_chunk and load_chunk")
     if chunk.liveness not in state.chunks:
         raise ReleasedChunkError(f"{chunk!r} was released: fork it before its release if it is needed longer")
+    return state.chunks[chunk.liveness]
 
 
 def enter(state: EngineState, model: Model | None = None) -> EngineState:
@@ -122,7 +127,9 @@ def commit_state(state: EngineState, **changes) -> EngineState:
     Raises:
         DonatedStateError: Another thread's call has donated the state meanwhile, or works with it.
     """
-    return replace(state, **changes, epoch=state.runtime.lease.advance(state.epoch))
+    after = replace(state, **changes, epoch=state.runtime.lease.advance(state.epoch))
+    host = after.pool.host
+    return replace(after, pool=replace(after.pool, host=let_go(host))) if host is not None and host.held else after
 
 
 def overwritten(pool: Pool, pages: Seq[int], frames: Seq[int]) -> frozenset[int]:

@@ -42,7 +42,7 @@ class Draft:
     """A plan under construction: mutable, and used only inside `schedule` and `steady`."""
 
     def __init__(self, pool: Pool, running: list[Sequence], waiting: Queue, config: EngineConfig, expected_reply: int):
-        self.pool = pool if pool.host is None else replace(pool, host=offload.planning(pool.host))
+        self.pool = pools.planning(pool)
         self.running, self.waiting = running, waiting
         self.config, self.expected_reply = config, expected_reply
         self.taken = Taken()

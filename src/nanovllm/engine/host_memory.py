@@ -1,4 +1,7 @@
-"""Host memory for evicted pages: whether an engine can have it, and how fast it is compared with running prompts."""
+"""Host memory for evicted pages: whether an engine can have it, and how fast it is compared with running prompts.
+
+Each of several ranks keeps its own heads of a page. All ranks plan alike, so they have equally many host pages, and the rates of rank 0.
+"""
 
 import math
 import reprlib
@@ -10,7 +13,8 @@ from immutables import Map
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.prefill_rate import tokens_per_second
-from nanovllm.errors import InvalidRequestError
+from nanovllm.errors import InvalidRequestError, OutOfPagesError
+from nanovllm.executor.distributed import agreed, least
 from nanovllm.executor.executor import Executor
 from nanovllm.executor.kv_offload import NUM_STAGES, STAGE_BYTES, HostMemory
 from nanovllm.models.model import Model
@@ -23,7 +27,7 @@ PROMPT = {"cuda": 2048, "cpu": 256}  # tokens of the measured prompt
 
 
 def require_host_kv(model: Model, host_kv_gib: Any, limits: EngineConfig) -> int:
-    """The number of host pages for an engine; 0 if it uses no host memory.
+    """The number of host pages for an engine; 0 if it uses no host memory. Ranks, which call this at the same time, divide the memory.
 
     Raises:
         InvalidRequestError: The size is invalid or less than one page, or the model cannot have host memory.
@@ -31,16 +35,17 @@ def require_host_kv(model: Model, host_kv_gib: Any, limits: EngineConfig) -> int
     number = isinstance(host_kv_gib, int | float) and not isinstance(host_kv_gib, bool)
     if not number or not 0 <= host_kv_gib < math.inf:
         raise InvalidRequestError(f"host_kv_gib={reprlib.repr(host_kv_gib)} must be a number of GiB of at least 0; 0 uses no host memory")
-    if not host_kv_gib:
-        return 0
     config = model.config
-    if config.widest_window:
+    if host_kv_gib and config.widest_window:
         raise InvalidRequestError(f"host_kv_gib={host_kv_gib}: {model.name} has sliding-window layers, whose KV cannot go to host memory")
-    if config.mesh is not None:
-        raise InvalidRequestError(f"host_kv_gib={host_kv_gib} with a model on several ranks is not supported: leave one of the two out")
     page = bytes_per_page(config, page_size=limits.page_size, dtype=stored_dtype(limits, model.dtype))
-    if (count := int(host_kv_gib * 2**30) // page) < 1:
-        raise InvalidRequestError(f"host_kv_gib={host_kv_gib} is less than one page of {page / 2**30:.6f} GiB: make it larger, or 0")
+    page *= 1 if config.mesh is None else config.mesh.size
+    (count,) = least(config.mesh, [int(host_kv_gib * 2**30) // page])
+    if host_kv_gib and not count:
+        few = f"host_kv_gib={host_kv_gib} is less than one page of {page / 2**30:.6f} GiB"
+        raise InvalidRequestError(
+            f"{few}, on this or another rank: make it larger, or 0" if config.mesh else f"{few}: make it larger, or 0"
+        )
     return count
 
 
@@ -55,9 +60,9 @@ def add_host_memory(
     """Donates `kv`. Make host memory for an engine without requests, and measure how fast prompts and copies are.
 
     Raises:
-        OutOfPagesError: The machine has too little memory.
+        OutOfPagesError: The machine has too little memory, on this or another rank.
     """
-    memory = HostMemory(kv, num_host_pages)
+    memory = _on_all_ranks(model, kv, num_host_pages)
     tokens, kv = tokens_per_second(model, limits, executor, kv, pool, PROMPT[model.device.type])
     page = bytes_per_page(model.config, page_size=limits.page_size, dtype=stored_dtype(limits, model.dtype))
     count = min(num_host_pages, pool.pages.num_pages, max(1, STAGE_BYTES // page))
@@ -69,7 +74,23 @@ def add_host_memory(
         kv = memory.move(kv, Moves(into=pairs))
         _synchronize(model.device)
         took = min(took, time.perf_counter() - start)
-    return memory, init_host(num_host_pages, page, Rates(tokens_per_second=tokens, bytes_per_second=count * page / max(took, 1e-9))), kv
+    copied = agreed(model.config.mesh, count * page / max(took, 1e-9))
+    return memory, init_host(num_host_pages, page, Rates(tokens_per_second=tokens, bytes_per_second=copied)), kv
+
+
+def _on_all_ranks(model: Model, kv: KVState, num_host_pages: int) -> HostMemory:
+    """Host memory, if all ranks get it. Those that do would wait for one that does not."""
+    memory, short = None, None
+    try:
+        memory = HostMemory(kv, num_host_pages)
+    except (OutOfPagesError, torch.OutOfMemoryError) as error:
+        short = error
+    (got,) = least(model.config.mesh, [int(memory is not None)])
+    if short is not None:
+        raise short
+    if memory is None or not got:
+        raise OutOfPagesError("another rank of this engine gets too little host memory: lower host_kv_gib")
+    return memory
 
 
 def _synchronize(device: torch.device) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from nanovllm.engine.draft import Draft, id_of, missing_pages
+from nanovllm.engine.host_pages import keep_last
 from nanovllm.errors import BrokenInvariantError
 from nanovllm.state.request import Sequence
 from nanovllm.state.sequence_pages import give_up_pages
@@ -36,7 +37,7 @@ def make_room(draft: Draft, sequence: Sequence, length: int) -> bool:
 def preempt(draft: Draft, at: int) -> None:
     """Take the pages of one running sequence and return it to the queue."""
     sequence = draft.running.pop(at)
-    draft.copies.pop(id_of(sequence), None)
+    keep_last(draft, sequence, draft.copies.pop(id_of(sequence), ()))
     draft.pool = give_up_pages(draft.pool, sequence)
     draft.waiting = draft.waiting.push(_without_pages(sequence))
     draft.num_preempted += 1
@@ -52,6 +53,7 @@ def strip_waiting(draft: Draft, wanted: int) -> bool:
         return False
     while True:
         last = holders.pop()
+        keep_last(draft, last, ())
         draft.pool = give_up_pages(draft.pool, last)
         draft.waiting = draft.waiting.push(_without_pages(last))
         if not holders or draft.pool.num_available > wanted:

@@ -54,8 +54,7 @@ def resolve(model: Model, state: EngineState, context: Context) -> Resolved:
                 raise InvalidRequestError(
                     f"the context has a chunk at index {place}; only its first part may be one: join chunks with compose"
                 )
-            require_live(state, part)
-            base, total = part, len(part)
+            base, total = require_live(state, part), len(part)
         elif isinstance(part, str):
             try:
                 runs.append(encode(model, part, first=total == 0, most=max(0, most - total)))

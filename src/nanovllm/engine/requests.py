@@ -14,6 +14,7 @@ from nanovllm.engine.constrained import compiled_for
 from nanovllm.engine.donation import commit_state, enter, enter_with, require_namespace
 from nanovllm.engine.mirrored import mirrored
 from nanovllm.engine.prompt import Context, resolve
+from nanovllm.engine.resident import resident
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.models.model import Model
 from nanovllm.sampling.bad_words import bad_words_of
@@ -80,7 +81,11 @@ def submit(
     """
     state = enter_with(model, state)
     processor = as_processor(process_logits)
-    state, sequence, _ = new_sequence(model, state, context, sampling_params, priority=priority, process_logits=processor)
+    asked: dict[str, Any] = {"priority": priority, "process_logits": processor}
+    after, sequence, _ = new_sequence(model, state, context, sampling_params, **asked)
+    if (back := resident(state, context)) is not state:
+        after, sequence, _ = new_sequence(model, back, context, sampling_params, **asked)
+    state = after
     if sequence.pages.length:
         state = replace(state, pool=pools.acquire(state.pool, sequence.pages, sequence.retired))
     return commit_state(state, waiting=state.waiting.push(sequence)), sequence.request.request_id
@@ -246,16 +251,24 @@ def submit_many(
         InvalidRequestError: As in `submit`; the message names the prompt's index.
     """
     state = enter_with(model, state)
-    ids = []
     asked = {"keep": keep, "process_logits": process_logits, "namespace": namespace}
-    ranked = zip(contexts, sampling_params, [0] * len(contexts) if priorities is None else priorities, strict=True)
+    ranked = list(zip(contexts, sampling_params, [0] * len(contexts) if priorities is None else priorities, strict=True))
+    after, ids = _queued(model, state, ranked, asked)
+    if (back := resident(state, *contexts)) is not state:
+        after, ids = _queued(model, back, ranked, asked)
+    return commit_state(after), ids
+
+
+def _queued(model: Model, state: EngineState, ranked: Seq[tuple[Any, Any, Any]], asked: dict[str, Any]) -> tuple[EngineState, list[int]]:
+    """The state with a request for each (context, options, priority), and their ids."""
+    ids = []
     for place, (context, params, priority) in enumerate(ranked):
         try:
             state, sequence, _ = new_sequence(model, state, context, params, priority=priority, **asked)
         except NanoVLLMError as error:
-            raise (error if len(contexts) == 1 else type(error)(f"prompt {place}: {error}")) from None
+            raise (error if len(ranked) == 1 else type(error)(f"prompt {place}: {error}")) from None
         if sequence.pages.length:
             state = replace(state, pool=pools.acquire(state.pool, sequence.pages, sequence.retired))
         state = replace(state, waiting=state.waiting.push(sequence))
         ids.append(sequence.request.request_id)
-    return commit_state(state), ids
+    return state, ids

@@ -18,6 +18,7 @@ from nanovllm.engine.constrained import Constrained, constrained
 from nanovllm.engine.disk_pages import look_ahead
 from nanovllm.engine.donation import commit_state, enter_with, guarded
 from nanovllm.engine.failures import Attempt, draw, ended, last_output, out_of_pages, outside, recovered, relaxed, step_limits, unsearchable
+from nanovllm.engine.host_copies import copied
 from nanovllm.engine.mirrored import mirrored, require_alike
 from nanovllm.engine.output import counted, finish_reason, row_scores, scan_steady
 from nanovllm.engine.plan import Plan
@@ -112,8 +113,8 @@ def _attempted(model: Model, state: EngineState, taken: Taken, attempt: Attempt)
     attempt.plan = plan
     taken.pages.extend(plan.allocated)
     taken.frames.extend(plan.frames)
-    state, kv = _moved(state, plan, taken)
-    kv = copy_pages(kv, plan.copies, plan.frame_copies)
+    state = copied(state, plan.moves, taken, plan.pool.host)
+    kv = copy_pages(state.kv, plan.copies, plan.frame_copies)
     # A carry is valid only for the step after its own. After a step without its rows it is stale, even if the same rows return.
     prefilled, loaded, decoded, ends = None, None, None, dict[int, Exception | None]()
     if plan.prefill:
@@ -133,22 +134,6 @@ def _attempted(model: Model, state: EngineState, taken: Taken, attempt: Attempt)
         if plan.only_decodes and (running := steady(*known)) is not None:
             return _settle_steady(model, replace(state, kv=kv, pool=plan.pool, waiting=plan.waiting), running, loaded, decoded, ends)
     return _finish_step(model, state, plan, kv, prefilled, loaded, decoded, ends)
-
-
-def _moved(state: EngineState, plan: Plan, taken: Taken) -> tuple[EngineState, KVState]:
-    """Copy pages to and from host memory, as a plan says. Returns the state with the pages counted, and the KV memory."""
-    if not plan.moves:
-        return state, state.kv
-    taken.host_pages.extend(plan.moves.out)
-    host, disk = runtime_of(state).host, runtime_of(state).disk
-    assert host is not None
-    if disk is not None:
-        disk.overwriting(plan.moves.out)
-    kv = host.move(state.kv, plan.moves)
-    if disk is not None and plan.pool.host is not None:
-        disk.keep([(at, plan.pool.host.key_of[at]) for at in plan.moves.out])
-    size, out, into = state.config.page_size, len(plan.moves.out), len(plan.moves.into)
-    return replace(state, stats=state.stats.add(offloaded_tokens=out * size, loaded_tokens=into * size)), kv
 
 
 def _progress(state: EngineState) -> tuple[int, int, int]:

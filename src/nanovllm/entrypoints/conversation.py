@@ -8,12 +8,13 @@ import numpy as np
 
 from nanovllm.chunks.handles import detach, release, truncate
 from nanovllm.chunks.thinking import Retain, think_spans, without_thinking
-from nanovllm.engine.donation import commit_state, enter, guarded
+from nanovllm.engine.donation import commit_state, enter, guarded, require_live
 from nanovllm.engine.mirrored import mirrored
 from nanovllm.engine.requests import capacity, new_sequence, submit_many
+from nanovllm.engine.resident import resident
 from nanovllm.engine.step import step
 from nanovllm.entrypoints.process import noted_interrupts
-from nanovllm.errors import InvalidRequestError, NanoVLLMError
+from nanovllm.errors import InvalidRequestError, NanoVLLMError, OutOfPagesError
 from nanovllm.models.model import Model
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.chunk import Chunk
@@ -97,7 +98,10 @@ def turn(
         # No exception may escape before `detach`, because the only live state would be lost.
         state, context = _continued(state, asked.chunk, tokens, _hidden(model, asked))
         prompt = sum(map(len, context)) if isinstance(context, tuple) else len(context)
-        state, (request,) = submit_many(model, state, [context], [params], keep=True)
+        try:
+            state, (request,) = submit_many(model, state, [context], [params], keep=True)
+        except OutOfPagesError:  # the chunk finds no room to come back from host memory, so its tokens run again
+            state, (request,) = submit_many(model, state, [tokens], [params], keep=True)
         if isinstance(context, tuple):
             state = release(state, context[0])
         first = start
@@ -143,8 +147,9 @@ def answer_of(model: Model, state: EngineState, chunk: Chunk, start: int, retain
     If pages are short, the chunk is returned unchanged, and the next turn runs the answer again.
     """
     try:
-        with guarded(state) as taken:
-            after, kept = without_thinking(model, enter(state), chunk, start, retain, taken)
+        entered = resident(enter(state), chunk)
+        with guarded(entered) as taken:
+            after, kept = without_thinking(model, entered, require_live(entered, chunk), start, retain, taken)
             return commit_state(after), kept
     except NanoVLLMError:
         return state, chunk

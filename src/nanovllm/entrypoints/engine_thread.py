@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from immutables import Map
 
+from nanovllm.chunks.offload import relieved, with_room_for
 from nanovllm.engine.disk_pages import flush_kv
 from nanovllm.engine.failures import as_value
 from nanovllm.engine.prompt import Context
@@ -217,6 +218,7 @@ class EngineThread:
         return not self.state.running and not self.state.waiting
 
     def _step(self) -> None:
+        self.state = relieved(self.state)
         self.state, outputs = step(self.model, self.state)
         ended = [out for out in outputs if out.output is not None]
         for loop, calls in [*self._calls.items()]:
@@ -259,6 +261,7 @@ class EngineThread:
         try:
             self.require_room(call.count)
             asked = {"priorities": priorities, "process_logits": processor}
+            self.state = with_room_for(self.state, contexts)
             self.state, call.ids = submit_many(self.model, self.state, contexts, params, **asked)
         except BaseException as error:
             self._fail(call, error, "a call outside of it has taken its state: such calls belong into apply")

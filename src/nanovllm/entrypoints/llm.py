@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from immutables import Map
 
+from nanovllm.chunks.offload import relieved, with_room_for
 from nanovllm.chunks.score import Continuation, score
 from nanovllm.engine.disk_pages import flush_kv
 from nanovllm.engine.donation import enter
@@ -24,7 +25,7 @@ from nanovllm.entrypoints.process import uninterrupted
 from nanovllm.entrypoints.ranks.leader import start
 from nanovllm.entrypoints.ranks.settings import chosen_devices, require_timeout, settings_of
 from nanovllm.entrypoints.stream import Piece, Stream
-from nanovllm.errors import DonatedStateError, EngineDeadError, InvalidRequestError, RequestFailedError
+from nanovllm.errors import DonatedStateError, EngineDeadError, InvalidRequestError, OutOfPagesError, RequestFailedError
 from nanovllm.executor.executor import runtime_of
 from nanovllm.loading.load_model import load_model
 from nanovllm.models.model import Model
@@ -45,8 +46,11 @@ class LLM:
 
     Functional calls work too: `llm.state, chunk = nv.prefill(llm.model, llm.state, ...)`.
 
+    Chunks that nobody reads make room for requests in an engine with `host_kv_gib`: they are moved to host memory, the oldest first.
+
     Attributes:
         model: The model.
+        pinned: The `liveness` of chunks that stay on the device.
 
     Examples:
         >>> llm = nv.LLM("tiny", device="cpu", num_pages=64)
@@ -54,7 +58,7 @@ class LLM:
         '! How can I help you?'
     """
 
-    __slots__ = ("_dropped", "_inbox", "_state", "model")
+    __slots__ = ("_dropped", "_inbox", "_state", "model", "pinned")
 
     @explain_unknown_keywords
     def __init__(
@@ -167,6 +171,7 @@ class LLM:
         # Requests whose call is over, each with its engine. The garbage collector may close an iterator in the middle of another call.
         self._dropped = deque[tuple[str, int]]()
         self._inbox: Map[int, RequestOutput | None] = Map()
+        self.pinned = set[int]()
         self.model: Model
         self._state: EngineState
         require_timeout(rank_timeout)
@@ -197,7 +202,7 @@ class LLM:
             '! How can I'
         """
         llm = LLM.__new__(LLM)
-        llm.model, llm._state, llm._dropped, llm._inbox = model, state, deque[tuple[str, int]](), Map()
+        llm.model, llm._state, llm._dropped, llm._inbox, llm.pinned = model, state, deque[tuple[str, int]](), Map(), set[int]()
         return llm
 
     def __repr__(self) -> str:
@@ -497,13 +502,19 @@ class LLM:
         self, contexts: list[Context], params: list[SamplingParams | None], priorities: list[int], processor: LogitsProcessor | None
     ) -> list[int]:
         """Queue requests and enter them in the inbox."""
-        self.state, ids = submit_many(self.model, self.state, contexts, params, priorities=priorities, process_logits=processor)
+        more: dict[str, Any] = {"priorities": priorities, "process_logits": processor}
+        try:
+            self.state, ids = submit_many(self.model, self.state, contexts, params, **more)
+        except OutOfPagesError:  # a chunk finds no room to come back from host memory
+            self.state = with_room_for(self.state, contexts, self.pinned)
+            self.state, ids = submit_many(self.model, self.state, contexts, params, **more)
         self.inbox = self.inbox.update(dict.fromkeys(ids))
         return ids
 
     def _step(self) -> set[int]:
         """Run one step for all requests; returns the ids of the requests that it ended."""
         with uninterrupted():
+            self.state = relieved(self.state, self.pinned)
             self.state, outputs = step(self.model, self.state)
             ended = {out.request_id: out.output for out in outputs if out.output is not None}
             self.inbox = self.inbox.update({i: output for i, output in ended.items() if i in self.inbox})

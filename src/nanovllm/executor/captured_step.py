@@ -88,7 +88,8 @@ class CapturedStep:
     """Graphs that run one after another, the carry whose memory they read and write, and the memory of the results.
 
     The first graph runs the model, samples greedily, and moves on to the next tokens. If the step samples in another way, the second graph
-    does that over the same logits, and replaces the tokens.
+    does that over the same logits, and replaces the tokens. With parts of the logits on several ranks, the second graph samples greedily
+    too, and the first does not sample.
     """
 
     kind: StepKind
@@ -102,7 +103,7 @@ class CapturedStep:
         self.draw()
 
     def run(self) -> None:
-        """Launch the model, which moves on to the most probable tokens. `draw` must follow before the results are fetched."""
+        """Launch the model, which moves on to the next tokens. `draw` must follow before the results are fetched."""
         self.graphs[0].replay()
 
     def draw(self) -> None:

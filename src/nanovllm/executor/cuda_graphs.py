@@ -1,7 +1,8 @@
 """Captured decode steps: CUDA graphs by batch size, way to attend and kind of sampling, made before the first request.
 
 For each size and way there is one graph of the model, which also samples greedily. For each size and other kind of sampling there is one
-graph that reads the logits and replaces the tokens. The options of the rows are data of these graphs. Two sorts of steps are captured when
+graph that reads the logits and replaces the tokens. Where ranks exchange their best tokens, greedy sampling has a graph of its own too, so
+that they do so once a step. The options of the rows are data of these graphs. Two sorts of steps are captured when
 they are first needed: those with a caller's functions between logits and samples, and those that attend in a way that did not exist when
 the others were captured, such as by FlashInfer's kernels if these were built since.
 
@@ -22,7 +23,7 @@ from nanovllm.executor.attention_plans import Attention, DecodePlans
 from nanovllm.executor.batch import EXTENSION, HostBatch, aligned, padded, reordered
 from nanovllm.executor.captured_step import MOVED, CapturedStep, Results, StepKind, Way, moving_tensors, recorded
 from nanovllm.executor.cascade_policy import Cascades, own_runs
-from nanovllm.executor.decode import decode_step
+from nanovllm.executor.decode import advance, decode_step
 from nanovllm.executor.decode_carry import DecodeCarry
 from nanovllm.executor.executor import Forward
 from nanovllm.executor.row_processing import processors_of, row_processing
@@ -38,6 +39,7 @@ from nanovllm.ops.sampling.draw_parts import parts_of
 from nanovllm.sampling.penalty_tables import PenaltyTables, draw_rows
 from nanovllm.sampling.process_logits import LogitsProcessor, tokens_of
 from nanovllm.sampling.row_options import KINDS, LINES, TABLED, Kind, Row, pack, row_options
+from nanovllm.sampling.sampler import Sampled
 from nanovllm.sampling.tensors import Sampling
 from nanovllm.state.kv_cache import KVState, pages_for
 from nanovllm.state.pool_sizes import dummies
@@ -185,7 +187,7 @@ class StepGraphs:
         it, since only one step runs at a time.
         """
         here, logits = torch.cuda.current_stream(self._device), None
-        drawing: dict[Kind, tuple[torch.cuda.CUDAGraph, ...]] = {"greedy": ()}
+        drawing: dict[Kind, tuple[torch.cuda.CUDAGraph, ...]] = {}
         on = self._pool, self._stream
         for way in ways:
             carry = self._padding(kv, size, way, processors)
@@ -200,7 +202,8 @@ class StepGraphs:
             if logits is None:
                 logits = found
                 for sampling in kinds:
-                    if sampling != "greedy":
+                    drawing[sampling] = ()
+                    if sampling != "greedy" or self._draws_apart(carry):
                         graph, _ = recorded(*on, lambda carry=carry, logits=found, how=sampling: self._draw(carry, logits, how))
                         drawing[sampling] = (graph,)
             for sampling in kinds:
@@ -381,13 +384,22 @@ class StepGraphs:
 
     def _run(self, carry: DecodeCarry, params: Params[Tensor], into: Tensor | None = None) -> Tensor:
         """Run one greedy decode step, and write the changed tensors back into the carry's memory. Returns the logits, copied to `into`."""
-        after, out = decode_step(params, carry, self._config, forward=self._forward)
+        if self._draws_apart(carry):  # the tokens stay as they are until `_draw` replaces them
+            logits, kv = self._forward(params, carry.kv, carry.batch, self._config)
+            after = advance(carry, kv, Sampled(token_ids=carry.batch.input_ids))
+        else:
+            after, out = decode_step(params, carry, self._config, forward=self._forward)
+            logits = out.logits
         torch._foreach_copy_(moving_tensors(carry), moving_tensors(after))  # pyright: ignore[reportPrivateImportUsage]
-        return out.logits if into is None else into.copy_(out.logits)
+        return logits if into is None else into.copy_(logits)
+
+    def _draws_apart(self, carry: DecodeCarry) -> bool:
+        """Whether greedy sampling is not part of the model's graph, because ranks would exchange tokens that another kind replaces."""
+        return parts_of(self._config) is not None and not carry.processing
 
     def _draw(self, carry: DecodeCarry, logits: Tensor, sampling: Kind) -> None:
         """Sample from the logits of a step that has run, and replace its tokens."""
-        if sampling == "greedy":
+        if sampling == "greedy" and not self._draws_apart(carry):
             return
         batch, size = carry.batch, len(carry.active)
         lines = self._lines(size)

@@ -3,7 +3,8 @@
 The engine's thread never waits for the disk, unless it asks to (`wait`, `drain`). Reads and writes are jobs of threads:
 
 - A *read* fills a host page that the engine's state reserves for it. The engine learns at the beginning of a step which reads have ended
-  (`take`). Until then the engine neither copies the page nor gives it to another prefix.
+  (`take`). Until then the engine neither copies the page nor gives it to another prefix. Only a call that has failed leaves reads into
+  pages that the state does not reserve. They end before the engine writes one of these pages (`overwriting`).
 - A *write* reads a host page while the engine may want to write it. Each host page has a number that increases before the engine writes
   it (`overwriting`). If the number changed before the file was complete, the file is thrown away.
 
@@ -147,6 +148,10 @@ class DiskTier:
         with self._changed:
             self._changed.wait_for(lambda: self._ended or not self._under_way, seconds)
 
+    def end_reads(self) -> None:
+        """Wait until all reads have ended."""
+        self._readers.drain()
+
     def _read(self, place: int, at: int, key: bytes, marks: Any, used: int) -> None:
         whole = False
         try:
@@ -166,7 +171,13 @@ class DiskTier:
     # Writes
 
     def overwriting(self, pages: Iterable[int]) -> None:
-        """Note that the engine is about to write some host pages: writes to disk that have not read them yet are dropped."""
+        """Note that the engine is about to write some host pages: writes to disk that have not read them yet are dropped.
+
+        A read of a failed call that is under way there ends first.
+        """
+        pages = [*pages]
+        if self._under_way and any(at in self._under_way for at in pages):
+            self._readers.drain()
         for at in pages:
             self._versions[at] += 1
 

@@ -45,7 +45,8 @@ class Chunk:
 
     Attributes:
         tokens: The token ids; `token_ids` has them as an array.
-        pages: The pages that hold the KV, in order; the last one may be partly filled.
+        pages: The pages that hold the KV, in order; the last one may be partly filled. After `offload` a chunk has other pages:
+            `EngineState.chunks` has it with those that it has now.
         provenance: How the KV came about: exact, or the operations that made it approximate.
         num_exact: The number of leading tokens whose KV is exact, whatever the provenance of the whole.
         gaps: Where `drop(mode="gap")` left positions out: for the first token after each gap, its index, and its position minus its index.

@@ -7,6 +7,7 @@ from struct import pack
 import numpy as np
 
 from nanovllm.state.engine_state import EngineState, Stats
+from nanovllm.state.offload import HostPages
 from nanovllm.state.request import Sequence
 from nanovllm.state.steady import Steady
 
@@ -36,7 +37,7 @@ def digest(state: EngineState, *, whole: bool = False) -> bytes:
         pages.num_pages, pages.num_used, pages.unused, len(following), *following, prefix.num_idle, prefix.oldest, prefix.now,
         -1 if frames is None else frames.num_available, len(waiting), waiting.num_turns,
         *((-1, -1) if first is None else (first.request.request_id, first.tokens.length)), len(state.kept), len(state.sessions),
-        len(state.chunks), *sorted(state.chunks), *[getattr(state.stats, name) for name in Stats.__slots__],
+        *_of_host(pool.host), len(state.chunks), *sorted(state.chunks), *[getattr(state.stats, name) for name in Stats.__slots__],
     ]  # fmt: skip
     hashed = blake2b(pack(f"<{len(facts)}q", *facts), digest_size=SIZE)
     for part in _running(state.running):
@@ -44,6 +45,12 @@ def digest(state: EngineState, *, whole: bool = False) -> bytes:
     for part in _everything(state) if whole else ():
         hashed.update(part)
     return hashed.digest()
+
+
+def _of_host(host: HostPages | None) -> tuple[int, ...]:
+    return (
+        (-1,) if host is None else (host.num_pages, host.used.num_used, host.used.unused, host.ages.count, host.ages.oldest, host.ages.now)
+    )
 
 
 def _running(running: tuple[Sequence, ...] | Steady) -> list[bytes]:
@@ -79,6 +86,11 @@ def _everything(state: EngineState) -> list[bytes]:
     for row, one in enumerate(sequences):
         reply = running.reply(row, 0) if isinstance(running, Steady) else one.tokens.array(one.request.num_prompt).tolist()
         parts.append(np.array(reply, np.int64).tobytes())
+    if (host := pool.host) is not None:
+        parts += [pack("<q", at) + host.key_of[at] for at in sorted(host.key_of)]
+        parts += [np.array((key, *host.moved[key].pages), np.int64).tobytes() for key in sorted(host.moved)]
+        parts += [pack("<q", at) + key for at, key in sorted(host.disk.reading.items())] if host.disk is not None else []
+        parts += [np.array(host.ages.pages(), np.int64).tobytes(), host.used.counts.copy().tobytes()]
     for chunk in (state.chunks[key] for key in sorted(state.chunks)):
         parts += [chunk.token_ids.tobytes(), chunk.pages.array().tobytes(), str(chunk.provenance).encode(), pack("<q", chunk.num_exact)]
     return parts

@@ -4,7 +4,7 @@ A host page that is being read has an owner and no key, so nothing finds it, and
 is a fact from outside, `arrived` gives it its key, or frees it if the file was damaged or has gone.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
@@ -14,8 +14,18 @@ from nanovllm.state import lru, offload
 from nanovllm.state import pages as page_ops
 from nanovllm.state.disk_reads import DiskReads, Wait
 from nanovllm.state.offload import LATENCY, HostPages
+from nanovllm.state.prefix_keys import is_full
 
 READ_LATENCY = 1e-3  # seconds that the first page of a read takes, whatever its size
+
+
+def lasting(host: HostPages, pages: Iterable[int]) -> list[tuple[int, bytes]]:
+    """Those of some host pages that may go to the disk, each with its key.
+
+    The pages of a chunk that the prefix index did not hold have no key. The partly filled last page of a preempted request is for this
+    request alone.
+    """
+    return [(at, key) for at in pages if (key := host.key_of.get(at)) is not None and is_full(key)]
 
 
 def timed(host: HostPages, now: float, waiting: Container[int]) -> HostPages:
@@ -49,12 +59,13 @@ def read_ahead(
 
     Returns:
         The host pages, in which the request is noted in any case, and the (host page, key) pairs to read, in the order of the keys. At most
-        half of host memory is read at a time.
+        half of host memory is read at a time, and nothing into pages of chunks in host memory.
     """
     disk = _disk(host)
     coming = {key: at for at, key in disk.reading.items()}
     there = [host.by_key[key] for key in keys if key in host.by_key]
-    room = min(host.num_pages // 2, host.num_pages - len(there)) - len(disk.reading)
+    idle = np.array([at for at in there if host.used.refcount(at) == 1], np.int32)  # the others are those of chunks
+    room = min(host.num_pages // 2 - len(disk.reading), host.used.num_free + host.ages.count - len(idle))
     absent = [key for key in keys if key not in host.by_key and key not in coming]
     if len(absent) > max(0, room):
         keys = keys[: keys.index(absent[max(0, room)])]
@@ -64,8 +75,7 @@ def read_ahead(
     run = saved / host.rates.tokens_per_second
     if first == len(keys) or saved <= 0 or seconds_to_read(host, len(absent), len(keys)) >= run:
         return replace(host, disk=replace(disk, waits=disk.waits.set(request_id, Wait(until=disk.now)))), ()
-    there = np.array(there, np.int32)
-    host = replace(host, ages=lru.add(lru.remove(host.ages, there), there[::-1]))  # what it goes on with must stay
+    host = replace(host, ages=lru.add(lru.remove(host.ages, idle), idle[::-1]))  # what it goes on with must stay
     host = offload.make_room(host, len(absent))
     used, taken = page_ops.allocate(host.used, min(len(absent), host.used.num_free)) or (host.used, ())
     pairs, reading = tuple(zip(taken, absent, strict=False)), disk.reading

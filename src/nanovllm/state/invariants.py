@@ -41,6 +41,7 @@ INVARIANTS: Mapping[int, str] = MappingProxyType(
         14: "A chunk fits its pages, and its label is exact if and only if all its tokens are exact.",
         15: "Only the newest state of an engine can be used; a state that an earlier call donated is refused.",
         16: "A page of host memory is found by one prefix at most, and holds the KV with which the last page of this prefix was filled.",
+        17: "A live chunk is either on the device or in host memory, where it owns a page for each of its pages that nothing replaces.",
     }
 )
 
@@ -67,6 +68,7 @@ NUMBERS: Mapping[str, int] = MappingProxyType(
         "lease": 15,
         "host pages": 16,
         "host order": 16,
+        "moved chunks": 17,
     }
 )
 
@@ -129,12 +131,17 @@ def check(state: EngineState) -> None:
         _check_retired(sequence, size, 0 if state.pool.frames is None else state.pool.frames.window)
         if not sequence.provenance.exact:
             _check_exact(state, sequence.tokens, sequence.pages, sequence.exact_len)
+    moved = {} if state.pool.host is None else dict(state.pool.host.moved)
+    dead = [liveness for liveness in moved if liveness not in state.chunks]
+    _require(not dead, "moved chunks", f"chunks {dead[:8]} are in host memory and not live")
     for chunk in state.chunks.values():
-        _require(len(chunk) > 0 and len(chunk.pages) == pages_for(len(chunk), size), "chunk", f"{chunk!r} does not fit its pages")
+        held = len(chunk.pages) if chunk.liveness not in moved else len(moved[chunk.liveness].pages)
+        _require(len(chunk) > 0 and held == pages_for(len(chunk), size), "chunk", f"{chunk!r} does not fit its pages")
+        _require(chunk.liveness not in moved or not len(chunk.pages), "moved chunks", f"{chunk!r} is in host memory and has pages")
         _require(all(at < len(chunk) for at, _ in chunk.gaps), "chunk", f"{chunk!r} has gaps {chunk.gaps}")
         labelled = chunk.provenance.exact == (chunk.num_exact == len(chunk))
         _require(labelled, "provenance", f"{chunk!r} counts {chunk.num_exact} exact tokens")
-        if not chunk.provenance.exact:
+        if not chunk.provenance.exact and len(chunk.pages):
             _check_exact(state, chunk.tokens, chunk.pages, chunk.num_exact)
     ids, turns = [s.request.request_id for s in state.running], [s.request.turn for s in state.running]
     _require(all(a < b for a, b in pairwise(turns)), "order", f"running requests {ids} are not in order of rank and arrival")
@@ -198,17 +205,22 @@ def check_host(host: HostPages) -> None:
     _require(len(by_key) == len(key_of), "host pages", f"{len(by_key)} prefixes lead to {len(key_of)} host pages")
     wrong = [at for key, at in by_key.items() if key_of.get(at) != key]
     _require(not wrong, "host pages", f"host pages {wrong[:8]} are found by a prefix that is not theirs")
+    kept = {at for moved in host.moved.values() for at in moved.pages}
     reading = {} if host.disk is None else dict(host.disk.reading)
-    _require(
-        not key_of.keys() & reading.keys(), "host pages", f"host pages {sorted(key_of.keys() & reading.keys())[:8]} are found and read"
-    )
+    both = sorted((key_of.keys() | kept) & reading.keys())
+    _require(not both, "host pages", f"host pages {both[:8]} are used and read")
     twice = [key.hex()[:8] for key, count in Counter(reading.values()).items() if count > 1]
     _require(not twice, "host pages", f"prefixes {twice[:8]} are read twice")
-    _check_pages(host.used, Counter([*key_of, *reading]))
+    _require(not host.held, "moved chunks", f"host pages {host.held[:8]} are held after the call that gave them up")
+    owners = Counter([*key_of, *reading])
+    owners.update(at for moved in host.moved.values() for at in moved.pages)
+    _check_pages(host.used, owners)
     listed, ages = host.ages.pages(), host.ages
     _require(len(listed) == len(set(listed)) == ages.count, "host order", f"{ages.count} host pages counted, {listed[:8]} listed")
     _require(
-        set(listed) == set(key_of), "host order", f"host pages {sorted(set(listed) ^ set(key_of))[:8]} are used or replaceable, not both"
+        set(listed) == set(key_of) - kept,
+        "host order",
+        f"host pages {sorted(set(listed) ^ (set(key_of) - kept))[:8]} are used or replaceable, not both",
     )
     since = set(np.flatnonzero(ages.since.copy() >= 0).tolist())
     _require(since == set(listed), "host order", "the groups and the times of their host pages disagree")

@@ -52,6 +52,21 @@ class Moves:
         return bool(self.out) or bool(self.into)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """The host pages of a live chunk that is in host memory.
+
+    Attributes:
+        pages: Its host pages, in order; the last one may be partly filled.
+        num_keyed: How many of the first ones the prefix index held in the device, so that they have keys.
+        namespace: The namespace in which it held them.
+    """
+
+    pages: tuple[int, ...]
+    num_keyed: int
+    namespace: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HostPages:
     """Which host pages hold the KV of which prefix.
@@ -59,11 +74,14 @@ class HostPages:
     Attributes:
         page_bytes: The bytes of a page over all layers.
         rates: How fast the engine runs prompts and copies pages.
-        used: The owners of host pages: one if the host page has a key, and one more for each copy of the plan that reads it.
+        used: The owners of host pages: one if the host page has a key, and one more for each chunk in host memory that has it, and for
+            each copy of the plan that reads it.
         by_key: The host pages by the key of their prefix.
         key_of: The keys by host page.
         ages: The host pages that may be replaced, those that were used least recently first.
         moves: The copies that the plan under construction needs. None: no plan is made, and evicted pages are not kept.
+        moved: The live chunks in host memory, by `liveness`; see `moved_chunks.py`.
+        held: Host pages that the call gave up, each as often as it had them. They keep their content until its commit.
         disk: The host pages that are being read from the disk; each has one owner and no key. None: nothing is kept on disk.
     """
 
@@ -74,10 +92,12 @@ class HostPages:
     key_of: Map[int, bytes]
     ages: Ages
     moves: Moves | None = None
+    moved: Map[int, Moved] = field(default_factory=Map)
+    held: tuple[int, ...] = ()
     disk: DiskReads | None = None
 
     def __repr__(self) -> str:
-        return f"HostPages({len(self.key_of)} of {self.used.num_pages} host pages used)"
+        return f"HostPages({self.used.num_used} of {self.used.num_pages} host pages used)"
 
     @property
     def num_pages(self) -> int:
@@ -134,7 +154,7 @@ def keep(host: HostPages, pages: np.ndarray, keys: list[bytes]) -> HostPages:
     known = [at for key in keys if (at := host.by_key.get(key)) is not None]
     host = replace(host, ages=lru.remove(host.ages, _array(known)))
     fresh = sum(key not in host.by_key for key in keys)
-    host = _replaced(host, fresh - host.used.num_free)
+    host = replaced(host, fresh - host.used.num_free)
     by_key, key_of, out = host.by_key, host.key_of, moves.out  # host pages that were replaced are all taken again below
     used, taken = page_ops.allocate(host.used, min(host.used.num_free, fresh)) or (host.used, ())
     skipped, free, order = fresh - len(taken), iter(taken), list[int]()
@@ -171,7 +191,9 @@ def settled(host: HostPages) -> tuple[HostPages, Moves]:
         return replace(host, moves=None), host.moves
     held = _array(at for at, _ in host.moves.into)
     once = _array(dict.fromkeys(held[::-1].tolist()))  # the last page of a prompt is replaced first
-    return replace(host, used=page_ops.release(host.used, held), ages=lru.add(host.ages, once), moves=None), host.moves
+    used = page_ops.release(host.used, held)
+    unread = _array([at for at in once.tolist() if used.refcount(at) == 1 and at in host.key_of])  # no chunk has them
+    return replace(host, used=used, ages=lru.add(host.ages, unread), moves=None), host.moves
 
 
 def forget(host: HostPages, lost: Iterable[int]) -> HostPages:
@@ -186,10 +208,10 @@ def forget(host: HostPages, lost: Iterable[int]) -> HostPages:
 
 def make_room(host: HostPages, count: int) -> HostPages:
     """The host pages of which `count` are free, or as many as can be: those that were used least recently lose their keys."""
-    return _replaced(host, count - host.used.num_free)
+    return replaced(host, count - host.used.num_free)
 
 
-def _replaced(host: HostPages, count: int) -> HostPages:
+def replaced(host: HostPages, count: int) -> HostPages:
     """The host pages without the `count` keys that were used least recently, or as many as there are."""
     if count <= 0 or not host.ages.count:
         return host

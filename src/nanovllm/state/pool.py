@@ -1,7 +1,7 @@
 """The page pool: `PageState`, `PrefixIndex` and, for layers with a sliding window, `Frames` together; and pages in host memory, if any.
 
 A page that only the index owns counts as available, and so does a frame that nobody needs. The index owns pages, but needs no frames.
-While a step is planned, the KV of evicted pages goes to host memory (`offload.py`). Other calls evict pages without keeping their KV.
+Between `planning` and the copies of the plan the KV of evicted pages goes to host memory (`offload.py`).
 """
 
 from collections.abc import Iterable
@@ -87,6 +87,11 @@ def too_few(pool: Pool, what: str) -> OutOfPagesError:
 def init_pool(num_pages: int, page_size: int, frames: Frames | None = None, host: HostPages | None = None) -> Pool:
     """A pool of free pages, and an empty index."""
     return Pool(pages=init_pages(num_pages), prefix=init_prefix(num_pages, page_size), frames=frames, host=host)
+
+
+def planning(pool: Pool) -> Pool:
+    """The pool at the beginning of a plan: from now on evicted pages are kept in host memory, if there is some. Its copies must be made."""
+    return pool if pool.host is None else replace(pool, host=offload.planning(pool.host))
 
 
 def allocate(pool: Pool, count: int) -> tuple[Pool, tuple[int, ...]] | None:

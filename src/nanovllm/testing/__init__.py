@@ -22,7 +22,7 @@ from nanovllm.testing.machines.disk import DiskMachine
 from nanovllm.testing.machines.engine import EngineMachine
 from nanovllm.testing.machines.failures import FailureMachine
 from nanovllm.testing.machines.frames import FrameMachine
-from nanovllm.testing.machines.host_memory import HostMemoryMachine
+from nanovllm.testing.machines.host_memory import HostChunkMachine, HostMemoryMachine
 from nanovllm.testing.machines.pages import PageMachine
 from nanovllm.testing.machines.prefix import PrefixMachine
 from nanovllm.testing.machines.run_ahead import AheadMachine
@@ -40,6 +40,7 @@ __all__ = [
     "EngineMachine",
     "FailureMachine",
     "FrameMachine",
+    "HostChunkMachine",
     "HostMemoryMachine",
     "MixedWindowMachine",
     "ModelChunkMachine",

@@ -19,12 +19,14 @@ HOOKS = "tests.entrypoints.ranks.hooks"
 
 
 @contextmanager
-def started(hook: str = "", *, grouped: bool = False, rank_timeout: float = 60.0, size: int = 2, **changes: Any) -> Iterator[nv.LLM]:
+def started(
+    hook: str = "", *, grouped: bool = False, rank_timeout: float = 60.0, size: int = 2, limits: dict[str, Any] = LIMITS, **changes: Any
+) -> Iterator[nv.LLM]:
     """An engine of several ranks that compares whole digests after every call. None of its processes is left."""
     more = {"compared": 1, "whole": True, "grouped": grouped, "hook": f"{HOOKS}:{hook}" if hook else None, **changes}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm_module, "settings_of", lambda *args: replace(settings_of(*args), **more))
-        llm = nv.LLM("tiny", **LIMITS, tensor_parallel_size=size, rank_timeout=rank_timeout)
+        llm = nv.LLM("tiny", **limits, tensor_parallel_size=size, rank_timeout=rank_timeout)
     pids = pids_of(llm)
     try:
         yield llm

@@ -15,6 +15,7 @@ from nanovllm.executor import agreed_memory
 from nanovllm.executor.executor import runtime_of
 from nanovllm.models.model import Model
 from nanovllm.state.engine_state import EngineState
+from nanovllm.state.offload import Rates
 from nanovllm.testing.models import tiny_config
 
 Made = tuple[Model, EngineState]
@@ -68,6 +69,18 @@ def joined(rank: int, model: Model, state: EngineState, group: Any) -> Made:
     """Every pass waits for the other ranks."""
     _with(state, Passes, lambda count: together(group))
     return model, state
+
+
+def always_loading(rank: int, model: Model, state: EngineState, group: Any) -> Made:
+    """What is in host memory is always loaded, however fast this machine copies; and every pass waits for the other ranks."""
+    return joined(rank, model, with_rates(state, Rates(tokens_per_second=1.0, bytes_per_second=1e15)), group)
+
+
+def with_rates(state: EngineState, rates: Rates) -> EngineState:
+    """The state of an engine with other rates of its host memory."""
+    host = state.pool.host
+    assert host is not None
+    return replace(state, pool=replace(state.pool, host=replace(host, rates=rates)))
 
 
 def slow_then_stuck(rank: int, model: Model, state: EngineState, group: Any) -> Made:

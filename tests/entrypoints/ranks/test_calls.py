@@ -15,13 +15,15 @@ from nanovllm.engine.requests import submit_many
 from nanovllm.entrypoints.conversation import Conversation, turn
 from nanovllm.entrypoints.ranks.calls import CALLS
 from nanovllm.executor.executor import runtime_of
+from nanovllm.state.offload import Rates
+from tests.entrypoints.ranks.hooks import with_rates
 from tests.entrypoints.ranks.twins import Twins
 from tools.layout import PACKAGE
 
 TEXTS = ("Once upon a time", "The cat", "Hello", "The king of Aistonia is Oswin. The capital of Aistonia is Velmora.", "")
 KINDS = (
     "submit", "submit", "submit_many", "step", "step", "step", "cancel", "prefill", "generate", "generate_many", "fork", "truncate",
-    "release", "compose", "drop", "score", "save", "detach", "turn", "stale", "foreign",
+    "release", "offload", "offload", "compose", "drop", "score", "save", "detach", "turn", "stale", "foreign",
 )  # fmt: skip
 OPTIONS = st.builds(
     nv.SamplingParams,
@@ -42,8 +44,11 @@ class Calls:
 
     def __init__(self, model: nv.Model, folder: Path, data: st.DataObject) -> None:
         limits: dict[str, Any] = {"num_pages": 24, "page_size": 8, "max_model_len": 128, "max_num_seqs": 3, "max_num_batched_tokens": 16}
-        self.model, self.state, self.data, self.folder = model, nv.init_state(model, **limits), data, folder
-        self.twins = Twins(model, self.state, nv.init_state(model, **limits))
+        limits["host_kv_gib"] = 1 / 64
+        always = Rates(tokens_per_second=1.0, bytes_per_second=1e15)
+        self.state, other = (with_rates(nv.init_state(model, **limits), always) for _ in range(2))
+        self.model, self.data, self.folder = model, data, folder
+        self.twins = Twins(model, self.state, other)
         self.chunks, self.old, self.kept = list[nv.Chunk](), self.state, list[int]()
         self.other = nv.prefill(model, nv.init_state(model, num_pages=4), "Hello")[1]
 
@@ -62,7 +67,7 @@ class Calls:
     def make(self, kind: str) -> None:
         """Make a call."""
         draw, model, state = self.data.draw, self.model, self.state
-        if not self.chunks and kind in ("fork", "truncate", "release", "compose", "drop", "save"):
+        if not self.chunks and kind in ("fork", "truncate", "release", "offload", "compose", "drop", "save"):
             return
         match kind:
             case "submit":
@@ -94,6 +99,8 @@ class Calls:
                 self.chunks.append(chunk)
             case "release":
                 self.state = nv.release(state, self.chunk())
+            case "offload":
+                self.state = nv.offload(state, self.chunk())
             case "compose":
                 recompute = draw(st.sampled_from([0, 2, 0.5, "all"]))
                 self.state, chunk = nv.compose(model, state, [self.chunk(), self.chunk()], recompute)
@@ -116,7 +123,7 @@ class Calls:
                 asked = Conversation(messages=({"role": "user", "content": "Hello"},), thinking=False, retain="shift")
                 self.state, after, _ = turn(model, state, asked, nv.SamplingParams(temperature=0, max_tokens=4), lambda piece: None)
                 self.chunks += [] if after.chunk is None else [after.chunk]
-            case "stale":
+            case "stale" if self.old is not state:
                 nv.submit(model, self.old, "Hello")
                 self.old = self.state
             case "foreign":

@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 import nanovllm as nv
 from nanovllm.executor.executor import runtime_of
 from nanovllm.state.digest import digest
+from nanovllm.state.offload import Rates
 from tests.entrypoints.ranks.engines import LIMITS, ranks_of, started
+from tests.entrypoints.ranks.hooks import with_rates
 
 pytestmark = pytest.mark.unhooked
 GREEDY = nv.SamplingParams(temperature=0, max_tokens=12)
@@ -145,6 +147,35 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     with pytest.raises(nv.InvalidRequestError, match="tensor_parallel_size=4 needs 4 GPUs, but torch sees 2"):
         nv.LLM("tiny", tensor_parallel_size=4)
+
+
+def test_two_processes_keep_kv_in_host_memory_alike() -> None:
+    """After each call the ranks' whole digests are compared, with what is in host memory."""
+    prompts = [text * 12 for text in ("Once upon a time, there was a cat. ", "A dog went to the market. ", "The king has a beard. ")]
+    limits = {**LIMITS, "num_pages": 24, "host_kv_gib": 0.25}
+    one = nv.LLM("tiny", **limits)
+    one.state = with_rates(one.state, Rates(tokens_per_second=1.0, bytes_per_second=1e15))
+    with started("always_loading", grouped=True, limits=limits) as two:
+        for prompt in prompts * 2:
+            require_alike(two.generate(prompt, GREEDY), one.generate(prompt, GREEDY))
+        assert two.state.stats.loaded_tokens == one.state.stats.loaded_tokens > 0
+        assert two.state.stats == one.state.stats
+        replies = []
+        for llm in (two, one):  # a chunk goes there and comes back
+            llm.state, chunk = nv.prefill(llm.model, llm.state, FACTS * 4)
+            llm.state = nv.offload(llm.state, chunk)
+            llm.state, other = nv.prefill(llm.model, llm.state, prompts[1])
+            llm.state = nv.release(llm.state, other)
+            llm.state, reply = nv.generate(llm.model, llm.state, [chunk, " The king"], GREEDY)
+            replies.append(reply.token_ids)
+            llm.state = nv.offload(llm.state, reply.chunk)
+            assert len(llm.generate([prompts[2] * 2], GREEDY)[0].token_ids) == 12
+            assert llm.state.pool.host is not None and llm.state.pool.host.moved
+            llm.state = nv.release(nv.release(llm.state, chunk), reply.chunk)
+        assert replies[0] == replies[1]
+        (host, alone) = (each.state.pool.host for each in (two, one))
+        assert host is not None and alone is not None
+        assert 2 * host.page_bytes == alone.page_bytes and host.num_pages == alone.num_pages
 
 
 def test_the_model_of_an_engine_with_ranks_serves_it_alone(two: nv.LLM) -> None:

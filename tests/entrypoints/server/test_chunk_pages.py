@@ -208,3 +208,18 @@ def test_what_is_refused_is_what_the_engine_could_not_run(data: st.DataObject) -
         outputs |= {out.request_id: out.output for out in found if out.output is not None}
     assert refused == isinstance(outputs[rid].error, nv.OutOfPagesError), outputs[rid]
     nv.check(state)
+
+
+def test_with_host_memory_chunks_give_way_and_come_back() -> None:
+    with Live(settings=Settings(shutdown_seconds=1.0, chunk_share=1.0), num_pages=PAGES, page_size=SIZE, host_kv_gib=0.1) as live:
+        ids, body = hold(live, PAGES - 3), {"max_tokens": 2, "temperature": 0, "ignore_eos": True}
+        expected = live.post("/v1/completions", body | {"prompt": [5, 6], "chunks": ["held"]}).json()["choices"][0]["text"]
+        assert live.post("/v1/completions", body | {"prompt": [300] * 200}).status == 200
+        host = live.engine.state.pool.host
+        assert host is not None and len(host.moved) == 1
+        answer = live.post("/v1/completions", body | {"prompt": [5, 6], "chunks": ["held"]}).json()
+        assert answer["choices"][0]["text"] == expected and answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= len(ids)
+        assert not live.engine.state.pool.host.moved
+        assert live.call("DELETE", "/v1/chunks/held").status == 200
+        live.wait_until_idle()
+        nv.check(live.engine.state)

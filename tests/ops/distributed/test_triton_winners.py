@@ -28,7 +28,7 @@ def exchanged(candidates: list[tuple[torch.Tensor, torch.Tensor]]) -> list[torch
             words = memories[rank][PLACE // 8 :].view(rows, size)
             if not turn:
                 words[:, rank + 1 :] = -(2**63) + 1
-            shared = Shared(rank=rank, size=size, memory=memories[rank], table=table, failed=failed, handle=None)
+            shared = Shared(rank=rank, size=size, memory=memories[rank], table=table, peers=(), failed=failed, handle=None)
             out = triton_winners.winners(values, ids, shared, PLACE)
             assert not words.any(), "a rank has taken all its words"
             found += [out] if turn else []
@@ -61,6 +61,6 @@ def test_a_host_that_gives_up_ends_the_wait() -> None:
 
     memories = [torch.zeros(2, dtype=torch.int64) for _ in range(2)]
     table = torch.tensor([memory.data_ptr() for memory in memories])
-    shared = Shared(rank=0, size=2, memory=memories[0], table=table, failed=torch.ones(1, dtype=torch.int32), handle=None)
+    shared = Shared(rank=0, size=2, memory=memories[0], table=table, peers=(), failed=torch.ones(1, dtype=torch.int32), handle=None)
     out = triton_winners.winners(torch.tensor([[5.0]]), torch.tensor([[4]], dtype=torch.int32), shared, 0)
     assert out.item() == 4 and shared.failed.item() == 1

@@ -134,6 +134,7 @@ def test_experts(compiled: Compiled, k: int, num: int, width: int, inner: int, f
         x, weights = torch.empty(tokens, width, dtype=BF16, device="meta"), torch.empty(tokens, k, device="meta")
         chosen = torch.empty(tokens, k, dtype=torch.int32, device="meta")
         triton_quantised_experts.launch(x, gate_up, down, chosen, weights, "silu", tiles, compiled.pdl, asm)
+        triton_quantised_experts.launch(x, gate_up, down, chosen, weights, "silu", tiles, compiled.pdl, asm, x)
     names = {kernel.name.removeprefix("_quantised") for kernel in compiled}
     assert names == {"_sort", "_grouped", "_combine"} | ({"_few_gate_up", "_few_down"} if few else set())
     compiled.check()

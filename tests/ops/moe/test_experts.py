@@ -128,7 +128,19 @@ def test_programs_that_would_hold_too_much_are_not_made() -> None:
 @pytest.mark.compile
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_op_passes_opcheck(dtype: torch.dtype) -> None:
-    torch.library.opcheck(torch.ops.nanovllm.experts.default, (*experts_problem(5, 2, 4, 32, 16, dtype), "gelu"))
+    problem = experts_problem(5, 2, 4, 32, 16, dtype)
+    for residual in ((), (torch.randn_like(problem[0]),)):
+        torch.library.opcheck(torch.ops.nanovllm.experts.default, (*problem, "gelu", *residual))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_residual_is_added_to_the_rounded_sum(dtype: torch.dtype) -> None:
+    problem = experts_problem(5, 2, 4, 32, 16, dtype)
+    residual = torch.randn_like(problem[0])
+    assert torch.equal(experts(*problem, residual=residual), residual + experts(*problem))
+    for wrong in (residual[:4], residual.double()):
+        with pytest.raises(ExpertsMismatchError, match="residual"):
+            experts(*problem, residual=wrong)
 
 
 @pytest.mark.compile
@@ -144,6 +156,8 @@ def interpreted(sizes: tuple[int, ...], routing: str, act: str, tiles: FewTiles 
 
     problem = experts_problem(*sizes, dtype, routing=routing)
     got = triton_experts.launch(*problem, act, tiles, False)
+    residual = torch.randn_like(problem[0])
+    assert torch.equal(triton_experts.launch(*problem, act, tiles, False, residual), residual + got)
     if dtype == torch.float32:
         close(got, wide_experts(*problem, act), 1e-4)
     else:

@@ -65,8 +65,11 @@ def test_few_tokens(form: tuple[Kind, dict[str, Any]], sizes: tuple[int, ...], a
     kind, more = form
     problem = quantised_experts_problem(kind, *sizes, gpu=True, **more)
     want = wide(problem, act)
+    residual = torch.randn_like(problem[0])
     for tiles in FEW:
-        assert error(triton_quantised_experts.launch(*problem, act, tiles, False), want) < 1e-4
+        got = triton_quantised_experts.launch(*problem, act, tiles, False)
+        assert error(got, want) < 1e-4
+        assert torch.equal(triton_quantised_experts.launch(*problem, act, tiles, False, residual=residual), residual + got)
 
 
 @interpreted
@@ -83,8 +86,11 @@ def test_many_tokens(form: tuple[Kind, dict[str, Any]], sizes: tuple[int, ...], 
     kind, more = form
     problem = quantised_experts_problem(kind, *sizes, routing=routing, gpu=True, **more)
     want = wide(problem, act)
+    residual = torch.randn_like(problem[0])
     for tiles in many(kind):
-        assert error(triton_quantised_experts.launch(*problem, act, tiles, False), want) < 1e-5
+        got = triton_quantised_experts.launch(*problem, act, tiles, False)
+        assert error(got, want) < 1e-5
+        assert torch.equal(triton_quantised_experts.launch(*problem, act, tiles, False, residual=residual), residual + got)
 
 
 @interpreted
@@ -163,6 +169,10 @@ def test_the_op_chooses_kernels_that_compute_the_same(kind: Kind, order: bool, t
 def test_the_references_are_those_of_the_dequantised_matrices(kind: Kind, act: str) -> None:
     x, gate_up, down, chosen, weights = problem = quantised_experts_problem(kind, 9, 2, 4, 72, 40, group=8, order=True)
     want = wide(problem, act)
+    residual = torch.randn_like(x)
+    assert torch.equal(
+        any_experts(x, gate_up, down, chosen, weights, act, residual), residual + any_experts(x, gate_up, down, chosen, weights, act)
+    )
     for way in (any_experts, plain_experts):
         assert error(way(*problem, act), want) < 1e-5
     full = gate_up.dequantised(torch.float32)

@@ -4,12 +4,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from nanovllm.engine import donation, failures
+from nanovllm.chunks import handles, prefill
+from nanovllm.chunks import offload as offload_module
+from nanovllm.engine import donation, failures, host_pages, resident
 from nanovllm.executor.kv_offload import HostMemory
-from nanovllm.state import offload, prefix_keys
+from nanovllm.state import lru, moved_chunks, offload, prefix_keys
 from nanovllm.state import pages as page_ops
+from nanovllm.state import pool as pools
+from nanovllm.state.moved_chunks import let_go
 from nanovllm.state.offload import Moves
-from nanovllm.testing.machines.host_memory import HostMemoryMachine
+from nanovllm.state.pool import Taken
+from nanovllm.state.prefix_keys import keys_from
+from nanovllm.testing.machines.host_memory import HostChunkMachine, HostMemoryMachine
 from nanovllm.testing.shadows.late_copies import LateCopies
 from tests.property.faults.engine import Fault
 
@@ -87,6 +93,80 @@ def _mixes_up_keys(keep):
     return lambda host, pages, keys: keep(host, pages[::-1], keys)
 
 
+def _forgets_the_copies(settled):
+    def faulty(state, pool, taken):
+        return replace(state, pool=replace(pool, host=offload.settled(pool.host)[0]))
+
+    return faulty
+
+
+def _notes_no_host_pages(settled):
+    return lambda state, pool, taken: settled(state, pool, Taken())
+
+
+def _frees_a_moved_chunk_twice(given_up):
+    def faulty(host, liveness):
+        after = given_up(host, liveness)
+        return replace(after, held=(*after.held, after.held[-1]))
+
+    return faulty
+
+
+def _frees_it_on_the_device_twice(move_out):
+    def faulty(pool, chunk):
+        after = move_out(pool, chunk)
+        return after and pools.release(after, [page for page in chunk.pages if after.pages.refcount(page)])
+
+    return faulty
+
+
+def _lets_the_plan_replace_it(given_up):
+    def faulty(host, liveness):
+        return let_go(given_up(host, liveness))
+
+    return faulty
+
+
+def _replaces_chunks(move_out):
+    def faulty(pool, chunk):
+        after = move_out(pool, chunk)
+        if after is None or after.host is None:
+            return after
+        pages = np.array([at for at in after.host.moved[chunk.liveness].pages if at in after.host.key_of], np.int32)
+        pages = pages[after.host.ages.since.get(pages) < 0]
+        return replace(after, host=replace(after.host, ages=lru.add(after.host.ages, pages)))
+
+    return faulty
+
+
+def _copies_one_page_too_few(move_in):
+    def faulty(pool, chunk):
+        done = move_in(pool, chunk)
+        if done is None or not done[0].host.moves.into:
+            return done
+        host = done[0].host
+        short = replace(
+            host, used=page_ops.release(host.used, [host.moves.into[-1][0]]), moves=replace(host.moves, into=host.moves.into[:-1])
+        )
+        return replace(done[0], host=short), *done[1:]
+
+    return faulty
+
+
+def _indexes_approximate_pages(indexed):
+    """The keys of all full pages of a chunk, whatever its KV is."""
+
+    def faulty(pool, chunk, pages):
+        namespace, keys = indexed(pool, chunk, pages)
+        return (namespace, list(keys_from(chunk.token_ids, 0, pool.prefix.page_size))) if not keys else (namespace, keys)
+
+    return faulty
+
+
+def _takes_any_tail_for_the_same(key_of):
+    return lambda tokens, namespace=0: key_of(tokens[: len(tokens) - 1], namespace)
+
+
 HOST_FAULTS: tuple[Fault, ...] = (
     Fault(
         name="host memory: a page used before its copy ended",
@@ -153,5 +233,59 @@ HOST_FAULTS: tuple[Fault, ...] = (
         machine=HostMemoryMachine,
         targets=((offload, "keep"),),
         faulty=_mixes_up_keys,
+    ),
+    Fault(
+        name="host memory: last pages with other tokens are taken",
+        machine=HostMemoryMachine,
+        targets=((host_pages, "key_of"),),
+        faulty=_takes_any_tail_for_the_same,
+    ),
+    Fault(
+        name="host memory: a call on chunks that forgets its copies",
+        machine=HostMemoryMachine,
+        targets=((prefill, "settled"),),
+        faulty=_forgets_the_copies,
+    ),
+    Fault(
+        name="host memory: what a failed call on chunks wrote is trusted",
+        machine=HostMemoryMachine,
+        targets=((prefill, "settled"),),
+        faulty=_notes_no_host_pages,
+    ),
+    Fault(
+        name="host chunks: a chunk that was moved out is freed twice in host memory",
+        machine=HostChunkMachine,
+        targets=((handles, "given_up"), (moved_chunks, "given_up")),
+        faulty=_frees_a_moved_chunk_twice,
+    ),
+    Fault(
+        name="host chunks: a chunk that was moved out is freed twice on the device",
+        machine=HostChunkMachine,
+        targets=((offload_module, "move_out"),),
+        faulty=_frees_it_on_the_device_twice,
+    ),
+    Fault(
+        name="host chunks: the host pages of a chunk are replaced while the call may fail",
+        machine=HostChunkMachine,
+        targets=((moved_chunks, "given_up"),),
+        faulty=_lets_the_plan_replace_it,
+    ),
+    Fault(
+        name="host chunks: the host pages of a live chunk are replaced",
+        machine=HostChunkMachine,
+        targets=((offload_module, "move_out"),),
+        faulty=_replaces_chunks,
+    ),
+    Fault(
+        name="host chunks: a chunk comes back without its last page",
+        machine=HostChunkMachine,
+        targets=((resident, "move_in"),),
+        faulty=_copies_one_page_too_few,
+    ),
+    Fault(
+        name="host chunks: approximate pages have keys",
+        machine=HostChunkMachine,
+        targets=((moved_chunks, "_indexed"),),
+        faulty=_indexes_approximate_pages,
     ),
 )

@@ -25,10 +25,12 @@ from nanovllm.chunks.storage.format import Head, Outline
 from nanovllm.chunks.storage.heads import all_heads, own_heads
 from nanovllm.config import Mesh, RopeConfig
 from nanovllm.engine.donation import commit_state, enter, enter_with, guarded, require_live
+from nanovllm.engine.host_copies import settled
 from nanovllm.engine.mirrored import calling_mesh, mirrored
 from nanovllm.engine.requests import capacity
 from nanovllm.errors import ChunkFileError, ChunkMismatchError, InvalidRequestError, OutOfPagesError
 from nanovllm.executor.distributed import agreed
+from nanovllm.executor.executor import runtime_of
 from nanovllm.files import as_path, open_file, put, temporary
 from nanovllm.models.model import Model
 from nanovllm.ops.kv_cache.fp8 import FP8, as_rows, chosen, in_fp8, write_rows
@@ -185,14 +187,15 @@ def place(
             for _ in windows:
                 pass
     with guarded(state) as taken:
-        pool, fresh = pools.allocate(pool, missing) or (pool, ())
+        pool, fresh = pools.allocate(pools.planning(pool), missing) or (pool, ())
         taken.note(pool, fresh)
+        state = settled(state, pool, taken)
+        pool = state.pool
         require_writable(pool.pages, fresh)
         pages = IntVector.of(shared).extend(fresh)
         start = len(shared) * size
         at = np.arange(count)
         slots = (pages.array()[at // size] * size + at % size).astype(np.int32)
-        state = replace(state, pool=pool)
         of_pools = [
             torch.from_numpy(frame_slots(pool.frames, slots, size) if framed and pool.frames is not None else slots).to(model.device)
             for framed in windowed_pools(state)
@@ -252,8 +255,14 @@ def gather_rows(state: EngineState, chunk: Chunk, first: int, count: int) -> tup
 
 
 def _own_rows(state: EngineState, chunk: Chunk) -> Callable[[int, Tensor], None]:
-    """As `gatherer`, with the heads of this rank."""
-    page_ids, frames = chunk.pages.array(), state.pool.frames
+    """As `gatherer`, with the heads of this rank. Rows of a chunk in host memory are read there."""
+    chunk, frames, host = require_live(state, chunk), state.pool.frames, state.pool.host
+    page_ids, pools_of_kv = chunk.pages.array(), state.kv.pools
+    if host is not None and chunk.liveness in host.moved:
+        memory = runtime_of(state).host
+        assert memory is not None
+        memory.synchronize()
+        page_ids, pools_of_kv = np.array(host.moved[chunk.liveness].pages, np.int32), (memory.images.transpose(0, 1),)
     like = state.kv.pools[0]
     whole = not in_fp8(like) and like.shape[-1] * like.itemsize % 8 == 0  # copying the same bytes as int64 is several times as fast
     sources = [
@@ -261,7 +270,7 @@ def _own_rows(state: EngineState, chunk: Chunk) -> Callable[[int, Tensor], None]
             pool.view(torch.int64) if whole else pool,
             torch.from_numpy(frames.of(page_ids) if framed and frames else page_ids.copy()).to(pool.device),
         )
-        for pool, framed in zip(state.kv.pools, windowed_pools(state), strict=True)
+        for pool, framed in zip(pools_of_kv, windowed_pools(state), strict=True)
     ]
     by_layer = [(sources[pool][0][index], sources[pool][1]) for pool, index in state.runtime.lease.model.places]
 

@@ -135,7 +135,7 @@ def memory(state: EngineState, *, names: Mapping[str, Chunk | int] | None = None
         num_indexed=len(index.pages()),
         frames=_frames(state, sum(map(bool, page_owners))),
         num_host_pages=0 if (host := state.pool.host) is None else host.num_pages,
-        num_host_used=0 if host is None else len(host.key_of),
+        num_host_used=0 if host is None else host.used.num_used,
         disk=_disk(state),
     )
 

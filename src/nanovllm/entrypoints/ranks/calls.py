@@ -7,6 +7,7 @@ from typing import Any
 from nanovllm.chunks.compose import compose, drop
 from nanovllm.chunks.generate import generate, generate_many
 from nanovllm.chunks.handles import detach, fork, release, truncate
+from nanovllm.chunks.offload import offload
 from nanovllm.chunks.prefill import prefill
 from nanovllm.chunks.score import score
 from nanovllm.chunks.storage.file import gather_rows, load
@@ -26,7 +27,7 @@ CALLS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         function.__name__: function
         for function in (
             submit, submit_many, cancel, step, prefill, generate, generate_many, fork, truncate, release, detach, compose, drop, score,
-            load, gather_rows, answer_of, examine_parts,
+            offload, load, gather_rows, answer_of, examine_parts,
         )
     }
 )  # fmt: skip
@@ -75,7 +76,7 @@ def called(model: Model, state: EngineState, data: bytes, files: list[int]) -> t
     return result if isinstance(result, tuple) else (result, None)
 
 
-STATE_ALONE = frozenset(("cancel", "fork", "truncate", "release", "gather_rows"))
+STATE_ALONE = frozenset(("cancel", "fork", "truncate", "release", "offload", "gather_rows"))
 
 
 def _chunks(value: Any) -> list[Chunk]:

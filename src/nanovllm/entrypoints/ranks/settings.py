@@ -92,7 +92,7 @@ def build(settings: Settings, rank: int, store: Any, joins: Callable[[Mesh], Non
         torch.cuda.set_device(device)
     if store is not None:
         group = joined(store, rank, size, device, timedelta(seconds=max(STARTING, settings.rank_timeout)))
-        joins(mesh := mesh_of(group, device))
+        joins(mesh := mesh_of(group, device, store))
     make = load_model if settings.maker is None else _named(settings.maker)
     model = make(settings.model, device=device, **settings.loading, mesh=mesh)
     if settings.change is not None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from nanovllm.chunks.handles import release
+from nanovllm.chunks.offload import moved_until, with_room_for
 from nanovllm.entrypoints.server.named_chunks import NamedChunks, count_pages, held_pages
 from nanovllm.errors import NanoVLLMError, OutOfPagesError
 from nanovllm.state import pool as pools
@@ -42,7 +43,7 @@ def require_pages(
     if not state.chunks or pages_for(max(lengths), size) <= state.pool.num_available:
         return state, named
     room = total - count_pages(state, state.chunks.values())
-    own = [pages_for(length, size) - shared_pages(parts, size) for parts, length in zip(contexts, lengths, strict=True)]
+    own = [pages_for(length, size) - shared_pages(state, parts) for parts, length in zip(contexts, lengths, strict=True)]
     short = {_key(parts): (parts, needed) for parts, needed in zip(contexts, own, strict=True) if needed > room}
     if not short:
         return state, named
@@ -61,9 +62,36 @@ def require_pages(
     return state, named
 
 
-def shared_pages(parts: Seq[Any], page_size: int) -> int:
-    """How many whole pages a prompt shares with the chunk that it begins with."""
-    return len(parts[0]) // page_size if parts and isinstance(parts[0], Chunk) else 0
+def moved_away(state: EngineState, named: NamedChunks, contexts: Seq[Seq[Any]]) -> EngineState:
+    """The state after chunks were moved to host memory because prompts could not run beside them. It raises nothing.
+
+    Those that a prompt begins with stay, and those that are being saved.
+
+    Args:
+        state: The newest state.
+        named: The chunks.
+        contexts: As in `require_pages`.
+    """
+    size, total, host = state.config.page_size, state.config.num_pages, state.pool.host
+    if host is None or not state.chunks:
+        return state
+    wanted = max(pages_for(sum(map(len, parts)), size) - shared_pages(state, parts) for parts in contexts)
+    begun = {part.liveness for parts in contexts for part in parts[:1] if isinstance(part, Chunk)}
+    if wanted > state.pool.num_available:
+        state = moved_until(state, lambda after: total - count_pages(after, after.chunks.values()) >= wanted, begun | saved(named))
+    return with_room_for(state, contexts, saved(named))
+
+
+def saved(named: NamedChunks) -> set[int]:
+    """The `liveness` of chunks of which files are being made, which stay on the device."""
+    return {chunk.liveness for _, chunk in named.pinned}
+
+
+def shared_pages(state: EngineState, parts: Seq[Any]) -> int:
+    """How many whole pages a prompt shares with the chunk that it begins with, if this is on the device."""
+    if not parts or not isinstance(parts[0], Chunk) or not len(state.chunks[parts[0].liveness].pages):
+        return 0
+    return len(parts[0]) // state.config.page_size
 
 
 def _key(parts: Seq[Any]) -> tuple[Any, ...]:

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from nanovllm.chunks.handles import release
+from nanovllm.chunks.offload import relieved
 from nanovllm.engine.constrained import compile_grammar
 from nanovllm.engine.disk_pages import flush_kv
 from nanovllm.engine.failures import as_value
@@ -25,7 +26,7 @@ from nanovllm.engine.requests import cancel, capacity, submit_many
 from nanovllm.engine.step import step
 from nanovllm.entrypoints.server import engine_calls, saved_chunks
 from nanovllm.entrypoints.server.chunk_calls import kept, load_marked, save, save_kept
-from nanovllm.entrypoints.server.chunk_pages import explained, require_pages
+from nanovllm.entrypoints.server.chunk_pages import explained, moved_away, require_pages, saved
 from nanovllm.entrypoints.server.engine_metrics import EngineMetrics, Timeline
 from nanovllm.entrypoints.server.held import Held
 from nanovllm.entrypoints.server.named_chunks import ChunkLimits, NamedChunks, prefix, without_compositions
@@ -388,6 +389,7 @@ class EngineLoop:
             if (keep := message.keep) is not None:
                 self._require_keeping(keep, totals, None if not names[0] else bases[names[0]])
             own = {"whole": keep is not None, "namespace": message.namespace}
+            self.state = moved_away(self.state, self.named, contexts)
             self.state, self.named = require_pages(self.state, self.named, contexts, **own)
             more = {"priorities": [message.priority] * len(contexts), "process_logits": self.process_logits, "namespace": message.namespace}
             self.state, ids = submit_many(self.model, self.state, contexts, params, keep=keep is not None, **more)
@@ -467,6 +469,7 @@ class EngineLoop:
         self._unwritten = self._on_disk
         if self.named.composed and not self.state.pool.num_available:
             self.state, self.named = without_compositions(self.state, self.named)
+        self.state = relieved(self.state, saved(self.named))
         waiting, metrics, begin = self.state.waiting, self.metrics, time.perf_counter()
         self.state, outputs = step(self.model, self.state)
         now, firsts, tokens = time.perf_counter(), 0, len(outputs)

@@ -217,7 +217,7 @@ def held_pages(state: EngineState, chunks: Iterable[Chunk]) -> np.ndarray:
     """For each page whether one of some chunks holds it, bool `[N]`."""
     held = np.zeros(state.config.num_pages, bool)
     for chunk in chunks:
-        held[chunk.pages.array()] = True
+        held[state.chunks.get(chunk.liveness, chunk).pages.array()] = True  # those that it has now: none in host memory
     return held
 
 

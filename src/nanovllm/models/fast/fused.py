@@ -27,6 +27,8 @@ from nanovllm.ops.linear.linear_add_norm import linear_add_norm, norm_add, produ
 from nanovllm.ops.linear.norm_linear import norm_linear
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.ops.linear.quantised_tiles import serves_few
+from nanovllm.ops.moe.quantised_experts import any_experts
+from nanovllm.ops.moe.route import norm_route, route
 from nanovllm.state.kv_cache import KVState
 from nanovllm.types import Float, Float32, Int32, Tensor
 
@@ -210,9 +212,9 @@ def decode_layer(
     eps = config.rms_norm_eps
     a = _attend(w, norm_linear(x, w.qkv, gain=w.input_norm, bias=w.qkv_bias, eps=eps, cut=cuts.qkv), pages, index, cos, sin, batch, config)
     x = _added(a, w.o, w.o_bias, w.o_norm, x, eps, cuts.o, config.mesh, 0)
-    y = 0.0 if w.experts is None else _routed(w, norm_add(x, w.post_norm, None, eps), config)
     if w.gate_up is None or w.down is None:
-        return x + y
+        return _experts_added(w, x, None, config, 1)
+    y = 0.0 if w.experts is None else _routed(w, norm_add(x, w.post_norm, None, eps), config)
     h = norm_linear(x, w.gate_up, gain=w.post_norm, eps=eps, gated=True, act=config.hidden_act, cut=cuts.gate_up)
     x = _added(h, w.down, w.down_bias, w.down_norm, x, eps, cuts.down, config.mesh, 1)
     return x if w.experts is None else x + y
@@ -259,10 +261,11 @@ def wide_layer(
         if not len(wanted):
             return x, x
     x, h = _added_normed(a, w.o, w.o_bias, x, w.post_norm, eps, w.o_norm, cuts.o, config.mesh, 0)
+    if w.gate_up is None or w.down is None:
+        x = _experts_added(w, x, h, config, 1)
+        return x, norm_add(x, gain, None, eps)
     if w.experts is not None:
         x = x + _routed(w, h, config)
-    if w.gate_up is None or w.down is None:
-        return x, norm_add(x, gain, None, eps)
     h = norm_linear(h, w.gate_up, gated=True, act=config.hidden_act, cut=cuts.gate_up)
     return _added_normed(h, w.down, w.down_bias, x, gain, eps, w.down_norm, cuts.down, config.mesh, 1)
 
@@ -339,6 +342,19 @@ def _routed(w: Layer[Tensor], h: Float[Tensor, "T M"], config: ModelConfig) -> F
     """The output of a layer's experts, summed over the ranks. `h` is the output of its second norm."""
     assert w.experts is not None and config.moe is not None
     return all_reduce(layers.mixture(h, w.experts, config.moe, config.hidden_act), config.mesh)
+
+
+def _experts_added(w: Layer[Tensor], x: Tensor, h: Tensor | None, config: ModelConfig, slot: int) -> Float[Tensor, "T M"]:
+    """`x` plus the output of a layer's experts on its norm `h`; None: the router's kernel computes it. `slot` as in `all_reduce_add`."""
+    e, moe, mesh = w.experts, config.moe, config.mesh
+    assert e is not None and moe is not None
+    how = moe.top_k, moe.normalise, moe.least_sum
+    if h is None:
+        h, chosen, weights = norm_route(x, w.post_norm, e.router, e.bias, config.rms_norm_eps, *how)
+    else:
+        chosen, weights = route(norm_linear(h.to(e.router.dtype), e.router), e.bias, *how)
+    y = any_experts(h, e.gate_up, e.down, chosen, weights, config.hidden_act, x if mesh is None else None)
+    return y if mesh is None else all_reduce_add(y, x, mesh, slot)
 
 
 def _attend(

@@ -1,7 +1,7 @@
 """Ranks that are processes: the collective operations of `torch.distributed`, and of symmetric memory between the GPUs of one host.
 
-On a CPU the tensors of all ranks are gathered and summed in their order. On GPUs small tensors are summed by kernels that read the other
-GPUs' memory directly, which take half the time of NCCL; NCCL sums the others. NVLink's multicast is not used.
+On a CPU the tensors of all ranks are gathered and summed in their order. On GPUs each rank stores small tensors into the other GPUs'
+memory, and larger ones are summed by kernels that read the other GPUs' memory. NCCL sums the others. NVLink's multicast is not used.
 """
 
 import atexit
@@ -18,9 +18,22 @@ import torch.distributed as dist
 from nanovllm.config import Mesh
 from nanovllm.errors import EngineDeadError, InvalidRequestError
 from nanovllm.ops.attention.plan_table import register
-from nanovllm.ops.backends import dependent_launch
+from nanovllm.ops.backends import dependent_launch, own_kernels
 from nanovllm.ops.distributed.group import joined, side_by_side, summed, winners_of_pairs
-from nanovllm.ops.distributed.shared_memory import ADDED, FLAGS, GATHERED, STAGE, WORD, WORDS, share_memory, slot_of
+from nanovllm.ops.distributed.shared_memory import (
+    ADDED,
+    FLAGS,
+    GATHERED,
+    NUM_ROWS,
+    PUSHED,
+    PUSHED_ROWS,
+    ROW,
+    STAGE,
+    WORD,
+    WORDS,
+    share_memory,
+    slot_of,
+)
 from nanovllm.ops.linear.linear_add_norm import norm_add
 from nanovllm.types import Tensor
 
@@ -29,19 +42,29 @@ MINUTES = 10  # that a rank waits for the others, a start included
 
 
 class ProcessGroup:
-    """One process of a group, and its device."""
+    """One process of a group, and its device.
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Join the collective operations of a group. All ranks call this at the same time."""
+    Attributes:
+        pushed: The bytes of a tensor that each rank stores into the others' memory, at most.
+        pushed_rows: The same for rows whose sum is normed.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, store: Any = None) -> None:
+        """Join the collective operations of a group. All ranks call this at the same time. `store` is that of `share_memory`."""
         self.size, self.rank, self.device = group.size(), group.rank(), device
         self._group: Any = group
-        self._shared = None if device.type == "cpu" else share_memory(group, device)
+        self._shared = None if device.type == "cpu" else share_memory(group, device, store)
+        self.pushed, self.pushed_rows = PUSHED // self.size, PUSHED_ROWS // self.size
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of the ranks' tensors."""
         if not x.is_cuda:
             return summed(self._gathered(x))
         with self._watched():
+            if self._shared is not None and self._fits(x, self.pushed):
+                from nanovllm.ops.distributed.triton_pushes import pushed
+
+                return pushed(x.contiguous(), None, self._shared, dependent_launch(self.device))
             if self._shared is not None and self._fits(x, ADDED):
                 from nanovllm.ops.distributed.triton_meetings import reduce
 
@@ -59,6 +82,10 @@ class ProcessGroup:
         """The sum of the ranks' tensors and of `x`."""
         if self._shared is None or not self._fits(y, ADDED):
             return x + self.all_reduce(y) if y.is_cuda else summed(self._gathered(y), x)
+        if self._fits(y, self.pushed):
+            from nanovllm.ops.distributed.triton_pushes import pushed
+
+            return pushed(y.contiguous(), x.contiguous(), self._shared, dependent_launch(self.device))
         from nanovllm.ops.distributed.triton_meetings import reduce
 
         return reduce(y.contiguous(), x.contiguous(), self._shared, *slot_of(slot), dependent_launch(self.device))
@@ -69,12 +96,21 @@ class ProcessGroup:
         """The sum of the ranks' tensors and of `x`, and its RMS norm."""
         served = self._shared is not None and len(x) <= FLAGS // (4 * self.size) and self._fits(x, ADDED) and gain.is_contiguous()
         if self._shared is None or not served:
-            added = self.all_reduce_add(joined(parts, bias, x.dtype), x, slot)
+            own = joined(parts, bias, x.dtype)
+            if gain.is_contiguous() and own_kernels(x.device, x.dtype) and x.nbytes > ADDED:
+                from nanovllm.ops.linear.triton_many_rows import sum_norm
+
+                return sum_norm(self.all_reduce(own).unsqueeze(0), None, x.contiguous(), gain, eps, dependent_launch(self.device))
+            added = self.all_reduce_add(own, x, slot)
             return added, norm_add(added, gain, None, eps)
+        given = parts.contiguous(), bias, x.contiguous(), gain, eps, self._shared
+        if len(x) <= NUM_ROWS // self.size and x.nbytes <= min(self.pushed_rows, len(x) * ROW):
+            from nanovllm.ops.distributed.triton_pushes import pushed_norm
+
+            return pushed_norm(*given, dependent_launch(self.device))
         from nanovllm.ops.distributed.triton_meetings import reduce_norm
 
-        place = *slot_of(slot), dependent_launch(self.device)
-        return reduce_norm(parts.contiguous(), bias, x.contiguous(), gain, eps, self._shared, *place)
+        return reduce_norm(*given, *slot_of(slot), dependent_launch(self.device))
 
     def all_gather(self, x: Tensor) -> Tensor:
         """The ranks' tensors, stacked."""
@@ -194,9 +230,9 @@ def _leave(group: "weakref.ref[Any]", *, ends: bool) -> None:
         dist.destroy_process_group()
 
 
-def mesh_of(group: dist.ProcessGroup, device: torch.device) -> Mesh:
-    """The mesh of a process that has joined a group. All ranks call this at the same time."""
-    one = ProcessGroup(group, device)
+def mesh_of(group: dist.ProcessGroup, device: torch.device, store: Any = None) -> Mesh:
+    """The mesh of a process that has joined a group. All ranks call this at the same time. `store` is that of `share_memory`."""
+    one = ProcessGroup(group, device, store)
     return Mesh(size=one.size, rank=one.rank, group=register(one), owner=one)
 
 

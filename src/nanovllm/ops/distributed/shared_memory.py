@@ -1,10 +1,12 @@
 """Symmetric memory: memory of each GPU of one host that the others can read and write (`torch.distributed._symmetric_memory`).
 
 From its start it holds the tensors of `all_reduce` and of gathered columns, then the flags of the latter, then two slots of
-`all_reduce_add`, each with its flags, then the words of `winners`.
+`all_reduce_add`, each with its flags, then the words of `winners`. Then come the places for small tensors, which other ranks fill: those
+of pieces, those of rows, and whose turn it is.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,12 @@ STAGE = 16 << 20  # bytes of the tensors of `all_reduce` and of gathered columns
 ADDED = 2 << 20  # bytes of a tensor of `all_reduce_add`, at most
 FLAGS = 128 << 10  # bytes of flags of one kind
 GATHERED = STAGE  # where the flags of gathered columns are
+PUSHED = 1 << 20  # bytes of the tensors of all ranks, if each pushes one, at most. Larger ones meet
+PUSHED_ROWS = 4 << 20  # of the rows that all ranks push to norm them, at most
+PIECE = 512  # bytes of a tensor that one program, a warp, pushes: 16 of each thread
+ROW = 16 << 10  # bytes of a row that one program pushes and norms, at most
+PIECES = 2 << 20  # bytes of the places of pieces, for one turn: more than `PUSHED`, so that the bound can be measured
+NUM_ROWS = 512  # places of rows, for one turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -26,14 +34,16 @@ class Shared:
         size: The number of ranks.
         memory: This GPU's memory.
         table: The addresses of all ranks' memory on this GPU, int64 `[size]`.
+        peers: The same addresses as numbers, which launches take as arguments.
         failed: One int32 in pinned host memory: whether a launch has waited in vain.
-        handle: What keeps the memory of the others mapped.
+        handle: What keeps the memory of the others mapped, and the store that has told where it is.
     """
 
     rank: int
     size: int
     memory: Tensor
     table: Tensor
+    peers: tuple[int, ...]
     failed: Tensor
     handle: object
 
@@ -47,17 +57,34 @@ def slot_of(slot: int) -> tuple[int, int]:
 WORD = 8  # bytes of a word of `winners`
 WORDS = slot_of(2)[0]  # where these words are: `FLAGS` bytes
 
+# Where the places of pieces and rows are, each for two turns, and the turns: int32 for each program of the ones, then of the others.
+PIECE_PLACES = WORDS + FLAGS
+ROW_PLACES = PIECE_PLACES + 2 * PIECES
+PIECE_TURNS = ROW_PLACES + 2 * NUM_ROWS * ROW
+ROW_TURNS = PIECE_TURNS + 4 * (PIECES // PIECE)
+END = ROW_TURNS + 4 * NUM_ROWS
 
-def share_memory(group: dist.ProcessGroup, device: torch.device) -> Shared | None:
-    """Allocate the memory, on all ranks at the same time; None if the GPUs cannot reach each other."""
-    import torch.distributed._symmetric_memory as symmetric
 
+def share_memory(group: dist.ProcessGroup, device: torch.device, store: Any = None) -> Shared | None:
+    """Allocate the memory, on all ranks at the same time; None if the GPUs cannot reach each other.
+
+    `store` is that of a group of its own, some of whose processes may have been in other groups before.
+    """
+    import torch.distributed._symmetric_memory as torch_symmetric
+
+    symmetric: Any = torch_symmetric
     try:
-        memory = symmetric.empty(WORDS + FLAGS, dtype=torch.uint8, device=device)
+        if store is not None:
+            from nanovllm.ops.distributed.renumbered_store import Renumbered
+
+            store = Renumbered(store)
+            symmetric._SymmetricMemory.set_group_info(group.group_name, group.rank(), group.size(), store)
+        memory = symmetric.empty(END, dtype=torch.uint8, device=device)
         handle = symmetric.rendezvous(memory, group.group_name)
     except RuntimeError:
         return None
     memory.zero_()
+    memory[PIECE_PLACES:PIECE_TURNS].fill_(255)  # the empty word
     torch.cuda.synchronize(device)
     dist.barrier(group)
     return Shared(
@@ -65,6 +92,7 @@ def share_memory(group: dist.ProcessGroup, device: torch.device) -> Shared | Non
         size=group.size(),
         memory=memory,
         table=torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device),
+        peers=tuple(handle.buffer_ptrs),
         failed=torch.zeros(1, dtype=torch.int32, pin_memory=True),
-        handle=handle,
+        handle=(handle, store),
     )

@@ -20,7 +20,9 @@ from nanovllm.types import Tensor
 BLOCK = 1024  # elements of a program that sums
 COLUMNS = 4096  # columns of a program that gathers
 SPINS = tl.constexpr(200_000_000)  # tries before a wait fails: some minutes
-LOOK = tl.constexpr(1024)  # tries between two looks at whether the host has given up
+# Tries between two looks at whether the host has given up: some 10 ms. The looks of all programs go over PCIe one after another, half a
+# microsecond each. If a rank that is late by less than that made the others look, they would be late for the next launch, and so on.
+LOOK = tl.constexpr(1 << 15)
 
 
 @triton.jit

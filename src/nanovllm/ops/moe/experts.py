@@ -23,7 +23,8 @@ _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
 
 
 _LIBRARY.define(
-    "experts(Tensor x, Tensor gate_up, Tensor down, Tensor chosen, Tensor weights, str act) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+    "experts(Tensor x, Tensor gate_up, Tensor down, Tensor chosen, Tensor weights, str act, Tensor? residual=None) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
@@ -38,18 +39,19 @@ def experts(
     chosen: Int64[Tensor, "T k"] | Int32[Tensor, "T k"],
     weights: Float[Tensor, "T k"],
     act: str = "silu",
+    residual: Float[Tensor, "T M"] | None = None,
 ) -> Float[Tensor, "T M"]:
-    """Run each token through its chosen experts and return the weighted sum.
+    """Run each token through its chosen experts and return the weighted sum, plus a residual if given.
 
     Row t of the result is the sum over j of `weights[t, j] * down[e] @ (act(gate) * up)`. Here `e = chosen[t, j]`, and `gate` and `up`
     are the halves of `gate_up[e] @ x[t]`. Nothing is written in place.
 
-    Schema: `nanovllm::experts(Tensor x, Tensor gate_up, Tensor down, Tensor chosen, Tensor weights, str act) -> Tensor`.
+    Schema: `nanovllm::experts(Tensor x, Tensor gate_up, Tensor down, Tensor chosen, Tensor weights, str act, Tensor? residual) -> Tensor`.
     The reference is a loop over the chosen experts in plain torch.
 
     Rounding: gate, up, activation and their product are rounded to the dtype of `x`, as the plain functions round. Each expert's output
     is rounded too, except in the GPU kernels for few tokens. The weighted sum is made in float32 (in float64 for float64 inputs) and
-    rounded once.
+    rounded once. The residual is added to the rounded sum.
 
     On a CPU each row is summed in ascending order of experts. Its bits do not depend on the other rows if the bits of `linear` do not.
     On a GPU the host never waits, and the launches depend on shapes only, so one captured call serves any routing. Few tokens take two
@@ -63,6 +65,7 @@ def experts(
         chosen: Numbers of the chosen experts, int32 or int64 `[T, k]`. The experts of one token are distinct.
         weights: Weights of the chosen experts, `[T, k]`. Their dtype may be wider than that of `x`.
         act: The activation: `"silu"`, `"gelu"` or `"gelu_tanh"`.
+        residual: Added to the sums, `[T, M]`, in the dtype of `x`. None: nothing is added.
 
     Returns:
         The weighted sums, `[T, M]`, in the dtype of `x`.
@@ -78,13 +81,15 @@ def experts(
         >>> [round(value, 3) for value in y[0].tolist()]  # silu(2) * 2, twice
         [3.523, 3.523]
     """
-    require_fit(x, gate_up.shape, down.shape, chosen, weights, act)
+    require_fit(x, gate_up.shape, down.shape, chosen, weights, act, residual)
     if not x.dtype == gate_up.dtype == down.dtype:
         raise ExpertsMismatchError(f"x, gate_up and down must have one dtype, got {x.dtype}, {gate_up.dtype} and {down.dtype}")
-    return torch.ops.nanovllm.experts.default(x, gate_up, down, chosen, weights, act)
+    return torch.ops.nanovllm.experts.default(x, gate_up, down, chosen, weights, act, residual)
 
 
-def require_fit(x: Tensor, gate_up: torch.Size, down: torch.Size, chosen: Tensor, weights: Tensor, act: str) -> None:
+def require_fit(
+    x: Tensor, gate_up: torch.Size, down: torch.Size, chosen: Tensor, weights: Tensor, act: str, residual: Tensor | None = None
+) -> None:
     """Raise `ExpertsMismatchError` if tensors do not fit together. `gate_up` and `down` are the shapes of the matrices."""
     if act not in ACTS:
         raise ExpertsMismatchError(f"activation {act!r} is not one of {', '.join(ACTS)}")
@@ -102,6 +107,10 @@ def require_fit(x: Tensor, gate_up: torch.Size, down: torch.Size, chosen: Tensor
         )
     if chosen.dtype not in (torch.int32, torch.int64) or not weights.dtype.is_floating_point:
         raise ExpertsMismatchError(f"chosen must be int32 or int64 and weights floating-point, got {chosen.dtype} and {weights.dtype}")
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+        raise ExpertsMismatchError(
+            f"residual {tuple(residual.shape)} of {residual.dtype} is not as x, which is {tuple(x.shape)} of {x.dtype}"
+        )
 
 
 def require_experts(hit: list[int], num: int) -> None:
@@ -111,11 +120,18 @@ def require_experts(hit: list[int], num: int) -> None:
 
 
 @torch.library.register_fake("nanovllm::experts", lib=_LIBRARY)
-def _fake(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, act: str) -> Tensor:
+def _fake(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, act: str, residual: Tensor | None = None) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _reference(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, act: str) -> Tensor:
+def plus(y: Tensor, residual: Tensor | None) -> Tensor:
+    """`y` plus the residual, if there is one."""
+    return y if residual is None else y + residual
+
+
+def _reference(
+    x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, act: str, residual: Tensor | None = None
+) -> Tensor:
     hit = chosen.unique().tolist()  # ascending, which is the order of every row's sum
     require_experts(hit, down.shape[0])
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -125,7 +141,7 @@ def _reference(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights
         gate, up = linear(F.pad(x[rows], (0, 0, 0, -len(rows) % ROWS)), gate_up[e]).chunk(2, -1)
         y = linear(_by_pieces(ACTS[act], gate) * up, down[e])[: len(rows)]
         total.index_add_(0, rows, y.to(wide) * weights[rows, places, None].to(wide))
-    return total.to(x.dtype)
+    return plus(total.to(x.dtype), residual)
 
 
 def _by_pieces(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -153,17 +169,17 @@ def every_expert(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weigh
     return total.to(x.dtype)
 
 
-def _cuda(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, act: str) -> Tensor:
+def _cuda(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, act: str, residual: Tensor | None = None) -> Tensor:
     if x.shape[0] == 0:
         return x.new_empty(x.shape)
     if not (gate_up.is_contiguous() and down.is_contiguous() and own_kernels(x.device, x.dtype)):
-        return every_expert(x, gate_up, down, chosen, weights, act)
+        return plus(every_expert(x, gate_up, down, chosen, weights, act), residual)
     from nanovllm.ops.moe import triton_experts
 
     (tokens, k), (num, width, inner) = chosen.shape, down.shape
     tiles = tiles_of(tokens, k, num, width, inner, shared_memory(x.device))
     given = (x.contiguous(), gate_up, down, chosen.contiguous(), weights.contiguous(), act)
-    return triton_experts.launch(*given, tiles, dependent_launch(x.device))
+    return triton_experts.launch(*given, tiles, dependent_launch(x.device), None if residual is None else residual.contiguous())
 
 
 def tiles_of(tokens: int, k: int, num: int, width: int, inner: int, memory: int) -> FewTiles | GroupedTiles:

@@ -7,7 +7,7 @@ import torch
 from nanovllm.ops.backends import dependent_launch, own_kernels, shared_memory
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.ops.linear.quantised_tiles import HELD, MOST_HELD, PROGRAMS, VECTOR, FewTile, many_tile, regular, steps_of
-from nanovllm.ops.moe.experts import ExpertsMismatchError, every_expert, experts, require_experts, require_fit
+from nanovllm.ops.moe.experts import ExpertsMismatchError, every_expert, experts, plus, require_experts, require_fit
 from nanovllm.ops.moe.tiles import QuantisedFewTiles, QuantisedGroupedTiles
 from nanovllm.types import Tensor
 
@@ -15,12 +15,21 @@ MOST_WARPS = 8  # of a program for few tokens
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
 _MATRIX = "Tensor {0}_codes, Tensor {0}_scales, Tensor? {0}_zeros, Tensor? {0}_order, int {0}_columns, int {0}_group, int {0}_rows"
 _LIBRARY.define(
-    f"quantised_experts(Tensor x, {_MATRIX.format('gate_up')}, {_MATRIX.format('down')}, Tensor chosen, Tensor weights, str act) -> Tensor",
+    f"quantised_experts(Tensor x, {_MATRIX.format('gate_up')}, {_MATRIX.format('down')}, Tensor chosen, Tensor weights, str act, "
+    "Tensor? residual=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
-def quantised_experts(x: Tensor, gate_up: QuantisedMatrix, down: QuantisedMatrix, chosen: Tensor, weights: Tensor, act: str) -> Tensor:
+def quantised_experts(
+    x: Tensor,
+    gate_up: QuantisedMatrix,
+    down: QuantisedMatrix,
+    chosen: Tensor,
+    weights: Tensor,
+    act: str,
+    residual: Tensor | None = None,
+) -> Tensor:
     """Compute `experts` for quantised matrices `[E, 2 F, M]` and `[E, M, F]`. Arguments and result are those of `experts`.
 
     Schema: `nanovllm::quantised_experts`, with the tensors and the sizes of each matrix in a row. On a CPU the chosen experts are
@@ -30,19 +39,25 @@ def quantised_experts(x: Tensor, gate_up: QuantisedMatrix, down: QuantisedMatrix
     Raises:
         ExpertsMismatchError: As in `experts`, or the scales, zeros or order of a matrix do not fit its codes.
     """
-    require_fit(x, gate_up.shape, down.shape, chosen, weights, act)
+    require_fit(x, gate_up.shape, down.shape, chosen, weights, act, residual)
     for matrix in (gate_up, down):
         _require_parts(matrix)
-    return torch.ops.nanovllm.quantised_experts.default(x, *_spread(gate_up), *_spread(down), chosen, weights, act)
+    return torch.ops.nanovllm.quantised_experts.default(x, *_spread(gate_up), *_spread(down), chosen, weights, act, residual)
 
 
 def any_experts(
-    x: Tensor, gate_up: Tensor | QuantisedMatrix, down: Tensor | QuantisedMatrix, chosen: Tensor, weights: Tensor, act: str
+    x: Tensor,
+    gate_up: Tensor | QuantisedMatrix,
+    down: Tensor | QuantisedMatrix,
+    chosen: Tensor,
+    weights: Tensor,
+    act: str,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """`experts`, or `quantised_experts` if both matrices are quantised. If one is, it is dequantised."""
     if isinstance(gate_up, QuantisedMatrix) and isinstance(down, QuantisedMatrix):
-        return quantised_experts(x, gate_up, down, chosen, weights, act)
-    return experts(x, _full(gate_up, x.dtype), _full(down, x.dtype), chosen, weights, act)
+        return quantised_experts(x, gate_up, down, chosen, weights, act, residual)
+    return experts(x, _full(gate_up, x.dtype), _full(down, x.dtype), chosen, weights, act, residual)
 
 
 def plain_experts(
@@ -81,17 +96,22 @@ def _fake(x: Tensor, *_) -> Tensor:
 
 
 def _cpu(x: Tensor, *given) -> Tensor:
-    matrices, (chosen, weights, act) = (_gathered(given[:7]), _gathered(given[7:14])), given[14:]
+    matrices, (chosen, weights, act, residual) = (_gathered(given[:7]), _gathered(given[7:14])), _last(given)
     hit, places = chosen.unique(return_inverse=True)
     if not len(hit):
         return x.new_zeros(x.shape)
     require_experts(hit.tolist(), matrices[1].shape[0])
     gate_up, down = (torch.stack([matrix[e].dequantised(x.dtype) for e in hit.tolist()]) for matrix in matrices)
-    return experts(x, gate_up, down, places.view_as(chosen), weights, act)
+    return experts(x, gate_up, down, places.view_as(chosen), weights, act, residual)
+
+
+def _last(given: tuple) -> tuple:
+    """The arguments of the op after its matrices. It leaves out defaults."""
+    return given[14:] if len(given) == 18 else (*given[14:], None)
 
 
 def _cuda(x: Tensor, *given) -> Tensor:
-    gate_up, down, (chosen, weights, act) = _gathered(given[:7]), _gathered(given[7:14]), given[14:]
+    gate_up, down, (chosen, weights, act, residual) = _gathered(given[:7]), _gathered(given[7:14]), _last(given)
     if x.shape[0] == 0:
         return x.new_empty(x.shape)
     if own_kernels(x.device, x.dtype) and _readable(gate_up) and _readable(down):
@@ -101,8 +121,9 @@ def _cuda(x: Tensor, *given) -> Tensor:
         tokens, k = chosen.shape
         tiles = tiles_of(tokens, k, gate_up, down, shared_memory(x.device))
         routing = chosen.contiguous(), weights.contiguous()
-        return triton_quantised_experts.launch(x.contiguous(), gate_up, down, *routing, act, tiles, new, new)
-    return _one_by_one(x, gate_up, down, chosen, weights, act)
+        before = None if residual is None else residual.contiguous()
+        return triton_quantised_experts.launch(x.contiguous(), gate_up, down, *routing, act, tiles, new, new, before)
+    return plus(_one_by_one(x, gate_up, down, chosen, weights, act), residual)
 
 
 def _readable(matrix: QuantisedMatrix) -> bool:

@@ -1,15 +1,24 @@
-"""`route`: choose each token's experts and their weights from a router's logits."""
+"""`route`: choose each token's experts and their weights from a router's logits. `norm_route` computes the logits, too."""
 
 import torch
 
-from nanovllm.ops.backends import dependent_launch, installed
+from nanovllm.ops.backends import dependent_launch, installed, own_kernels
+from nanovllm.ops.elementwise.norm_rope import rms_norm
+from nanovllm.ops.linear.linear import linear
 from nanovllm.types import Float, Int32, Int64, Tensor
 
 MOST = 1024  # experts that one program of the kernel can handle
+ROWS = 16  # tokens up to which the norm is part of the router's kernel; every program computes it
+WIDEST = 16384  # inputs that one program of this kernel can handle
 
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
 _LIBRARY.define(
     "route(Tensor logits, Tensor? bias, int top_k, bool normalise, float least_sum) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.define(
+    "norm_route(Tensor x, Tensor gain, Tensor router, Tensor? bias, float eps, int top_k, bool normalise, float least_sum) -> "
+    "(Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -65,10 +74,65 @@ def plain_route(logits: Tensor, bias: Tensor | None, top_k: int, normalise: bool
     return chosen, weights / weights.sum(-1, keepdim=True).clamp(min=least_sum) if normalise else weights
 
 
+def norm_route(
+    x: Float[Tensor, "T M"],
+    gain: Float[Tensor, "M"],
+    router: Float[Tensor, "E M"],
+    bias: Float[Tensor, "E"] | None,
+    eps: float,
+    top_k: int,
+    normalise: bool,
+    least_sum: float = 0.0,
+) -> tuple[Float[Tensor, "T M"], Int32[Tensor, "T k"] | Int64[Tensor, "T k"], Float[Tensor, "T k"]]:
+    """Compute the RMS norm of each token, and from it the router's logits and `route`. On a GPU few tokens take two launches.
+
+    Args:
+        x: Inputs, `[T, M]`.
+        gain: The weight of the norm, `[M]`.
+        router: The weight of the router, `[E, M]`. Its dtype may be wider than that of `x`.
+        bias: As in `route`.
+        eps: Added to the mean square in the norm.
+        top_k: As in `route`.
+        normalise: As in `route`.
+        least_sum: As in `route`.
+
+    Returns:
+        The norm `[T, M]` in the dtype of `x`, then the numbers and the weights of the experts as in `route`.
+    """
+    return torch.ops.nanovllm.norm_route.default(x, gain, router, bias, eps, top_k, normalise, least_sum)
+
+
+@torch.library.register_fake("nanovllm::norm_route", lib=_LIBRARY)
+def _fake_normed(
+    x: Tensor, gain: Tensor, router: Tensor, bias: Tensor | None, eps: float, top_k: int, normalise: bool, least_sum: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    logits = x.new_empty((x.shape[0], router.shape[0]), dtype=router.dtype)
+    return x.new_empty(x.shape), *_fake(logits, bias, top_k, normalise, least_sum)
+
+
+def _normed(
+    x: Tensor, gain: Tensor, router: Tensor, bias: Tensor | None, eps: float, top_k: int, normalise: bool, least_sum: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    h = rms_norm(x, gain, eps)
+    return h, *route(linear(h.to(router.dtype), router), bias, top_k, normalise, least_sum)
+
+
+def _normed_cuda(
+    x: Tensor, gain: Tensor, router: Tensor, bias: Tensor | None, eps: float, top_k: int, normalise: bool, least_sum: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    (tokens, width), whole = x.shape, gain.is_contiguous() and router.is_contiguous()
+    if not (whole and 0 < tokens <= ROWS and width <= WIDEST and own_kernels(x.device, x.dtype) and router.dtype != torch.float64):
+        return _normed(x, gain, router, bias, eps, top_k, normalise, least_sum)
+    from nanovllm.ops.moe.triton_route import norm_router
+
+    h, logits = norm_router(x.contiguous(), gain, router, eps, dependent_launch(x.device))
+    return h, *route(logits, bias, top_k, normalise, least_sum)
+
+
 def _cuda(logits: Tensor, bias: Tensor | None, top_k: int, normalise: bool, least_sum: float) -> tuple[Tensor, Tensor]:
     if not _kernel_serves(logits):
         return plain_route(logits, bias, top_k, normalise, least_sum)
-    from nanovllm.ops.moe.triton_experts import route as launch
+    from nanovllm.ops.moe.triton_route import route as launch
 
     wide = None if bias is None else bias.float().contiguous()
     return launch(logits.contiguous(), wide, top_k, normalise, least_sum, dependent_launch(logits.device))
@@ -76,3 +140,5 @@ def _cuda(logits: Tensor, bias: Tensor | None, top_k: int, normalise: bool, leas
 
 _LIBRARY.impl("route", plain_route, "CPU")
 _LIBRARY.impl("route", _cuda, "CUDA")
+_LIBRARY.impl("norm_route", _normed, "CPU")
+_LIBRARY.impl("norm_route", _normed_cuda, "CUDA")

@@ -1,16 +1,17 @@
-"""The Triton kernels of `experts` and `route`. Import this module only if Triton is installed.
+"""The Triton kernels of `experts`. Import this module only if Triton is installed.
 
 Few tokens take two launches: each pair of a token and an expert reads its expert's weights by itself. Many tokens take four launches:
 pairs are sorted by expert on the device and divided into blocks of one expert each, whose products run on tensor cores. Only the device
 knows the number of blocks. So the launch starts as many programs as there could be blocks, and programs without a block end at once.
 
-Every kernel waits for the kernel before it before it reads anything (programmatic dependent launch). The kernel before it writes the
-routing, which decides which weights are read.
+Kernels start while the kernel before them still runs (programmatic dependent launch). The first of a call waits for the routing, which
+decides which weights are read. It lets the second one start only after that, so the second one may read the routing, and so its weights,
+before it waits for the first.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
 # (tuples that grow in an unrolled loop, names bound in a compile-time branch, and loop ranges without `__next__`)
-from typing import Any
+from typing import Any, cast
 
 import torch
 import triton
@@ -18,39 +19,15 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.ops.moe.tiles import FewTiles, GroupedTiles
-from nanovllm.ops.triton_parts import activated, launch_options
-from nanovllm.types import Float, Float32, Int32, Int64, Tensor
+from nanovllm.ops.triton_parts import activated, launch_options, rounded
+from nanovllm.types import Float, Int32, Int64, Tensor
 
 GROUP = 8  # blocks that run at the same time, so that blocks of one expert read its weights from L2
 SORTED, MOST_SORTED = 1024, 4096  # pairs that a program of the sort reads at once
+# With more tokens, the product before the router fills the shared memory. Its multiprocessors then have little L1 until they are idle, and
+# the first kernel for few tokens needs L1 for its loads. So it starts as an ordinary launch.
+DRAINED = 2
 COMBINED = 1024  # outputs of one program of `_combine`
-
-
-@triton.jit
-def _route(
-    logits, bias, chosen, weights, least, E: tl.constexpr, EP: tl.constexpr, TOP: tl.constexpr, KP: tl.constexpr, BIAS: tl.constexpr,
-    NORMALISE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Program t chooses the TOP experts of token t and their weights."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    t, e, j = tl.program_id(0).to(tl.int64), tl.arange(0, EP), tl.arange(0, KP)
-    x = tl.load(logits + t * E + e, mask=e < E, other=float("-inf")).to(tl.float32)
-    shares = tl.exp(x - tl.max(x, 0))
-    shares = shares / tl.sum(shares, 0)
-    score = shares + tl.load(bias + e, mask=e < E, other=0.0) if BIAS else shares
-    score = tl.where(e < E, score, float("-inf"))
-    ids, held = tl.zeros([KP], tl.int32), tl.zeros([KP], tl.float32)
-    for k in tl.static_range(TOP):
-        best = tl.minimum(tl.argmax(score, 0), E - 1)  # the result must be a valid expert even if all scores are NaN
-        ids = tl.where(j == k, best, ids)
-        held = tl.where(j == k, tl.sum(tl.where(e == best, shares, 0.0), 0), held)
-        score = tl.where(e == best, float("-inf"), score)
-    if NORMALISE:
-        held = held / tl.maximum(tl.sum(held, 0), least)
-    tl.store(chosen + t * TOP + j, ids, mask=j < TOP)
-    tl.store(weights + t * TOP + j, held, mask=j < TOP)
 
 
 @triton.jit
@@ -60,8 +37,8 @@ def _few_gate_up(
 ):  # fmt: skip
     """Program (pair, outputs) computes `[BN]` of the pair's N neurons. Pairs run at the same time, so pairs of one expert share L2."""
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     STEPS: tl.constexpr = (K + BK - 1) // BK
     pair, n, k = tl.program_id(0), tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK)
     row = x + (pair // TOP).to(tl.int64) * K + k
@@ -85,12 +62,12 @@ def _few_gate_up(
 
 @triton.jit
 def _few_down(
-    h, w, chosen, weights, y, N: tl.constexpr, K: tl.constexpr, TOP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+    h, w, chosen, weights, residual, y, N: tl.constexpr, K: tl.constexpr, TOP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (token, outputs) computes `[BN]` of the token's N outputs, summed over its TOP experts."""
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     STEPS: tl.constexpr = (K + BK - 1) // BK
     token, n, k = tl.program_id(0), tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK)
     there = (n < N)[:, None]
@@ -100,6 +77,9 @@ def _few_down(
         for step in tl.static_range(STEPS):
             on = there & (step * BK + k < K)[None, :]
             held += (tl.load(at + step * BK, mask=on, other=0.0, eviction_policy="evict_first"),)
+    before = tl.load(residual + token.to(tl.int64) * N + n, mask=n < N, other=0.0) if RESIDUAL else 0.0
+    if PDL:
+        gdc_wait()
     acc = tl.zeros([BN, BK], tl.float32)
     for j in tl.static_range(TOP):
         weight = tl.load(weights + token * TOP + j).to(tl.float32)
@@ -107,7 +87,8 @@ def _few_down(
         for step in tl.static_range(STEPS):
             inputs = tl.load(row + step * BK, mask=step * BK + k < K, other=0.0).to(tl.float32) * weight
             acc += held[j * STEPS + step].to(tl.float32) * inputs[None, :]
-    tl.store(y + token.to(tl.int64) * N + n, tl.sum(acc, 1).to(y.dtype.element_ty), mask=n < N)
+    out = rounded(tl.sum(acc, 1), 0.0, before, y.dtype.element_ty, False, RESIDUAL)
+    tl.store(y + token.to(tl.int64) * N + n, out, mask=n < N)
 
 
 @triton.jit(do_not_specialize=["P", "blocks"])  # they depend on the number of tokens: one kernel serves all
@@ -151,9 +132,10 @@ def _grouped(
     With GATED, rows of x are in token order and results are in the order of `order`. Else rows of x are in the order of `order` and
     results are in the order of pairs.
     """
+    if PDL and GATED:
+        gdc_wait()
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     ACROSS: tl.constexpr = GROUP * ((N + BN - 1) // BN)
     before = tl.program_id(0) // ACROSS * GROUP
     size = tl.minimum(blocks - before, GROUP)
@@ -165,6 +147,8 @@ def _grouped(
     place, n, k = first + tl.arange(0, BM), column * BN + tl.arange(0, BN), tl.arange(0, BK)
     on, there = (place < stop)[:, None], (n < N)[None, :]
     pair = tl.load(order + place, mask=place < stop, other=0)
+    if PDL and not GATED:
+        gdc_wait()
     source, target = (pair // TOP, place) if GATED else (place, pair)
     rows = x + source.to(tl.int64)[:, None] * K + k[None, :]
     columns = w + (expert * (2 * N if GATED else N) + n)[None, :] * K + k[:, None]
@@ -191,34 +175,20 @@ def _weights(at, mask, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: t
 
 
 @triton.jit
-def _combine(parts, weights, y, M: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _combine(
+    parts, weights, residual, y, M: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr
+):
     """Program (token, outputs) computes the weighted sum of the token's parts, in the router's order."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     token, m = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
+    before = tl.load(residual + token * M + m, mask=m < M, other=0.0) if RESIDUAL else 0.0
     for j in tl.static_range(TOP):
         part = tl.load(parts + (token * TOP + j) * M + m, mask=m < M, other=0.0).to(tl.float32)
         total += part * tl.load(weights + token * TOP + j).to(tl.float32)
-    tl.store(y + token * M + m, total.to(y.dtype.element_ty), mask=m < M)
-
-
-def route(
-    logits: Float[Tensor, "T E"], bias: Float32[Tensor, "E"] | None, top_k: int, normalise: bool, least_sum: float, pdl: bool
-) -> tuple[Int32[Tensor, "T k"], Float32[Tensor, "T k"]]:
-    """Launch the kernel of the op `route`. All tensors are contiguous; the numbers of experts are int32."""
-    tokens, num = logits.shape
-    chosen = torch.empty((tokens, top_k), dtype=torch.int32, device=logits.device)
-    weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
-    kernel: Any = _route
-    if tokens:
-        with torch.cuda.device_of(logits):
-            kernel[(tokens,)](
-                logits, logits if bias is None else bias, chosen, weights, least_sum, num, triton.next_power_of_2(num), top_k,
-                triton.next_power_of_2(top_k), bias is not None, normalise, pdl, **launch_options(1, pdl),
-            )  # fmt: skip
-    return chosen, weights
+    tl.store(y + token * M + m, rounded(total, 0.0, before, y.dtype.element_ty, False, RESIDUAL), mask=m < M)
 
 
 def launch(
@@ -228,36 +198,50 @@ def launch(
     chosen: Int64[Tensor, "T k"] | Int32[Tensor, "T k"],
     weights: Float[Tensor, "T k"],
     act: str,
-    tiles: "FewTiles | GroupedTiles",
+    tiles: FewTiles | GroupedTiles,
     pdl: bool,
+    residual: Float[Tensor, "T M"] | None = None,
 ) -> Float[Tensor, "T M"]:
     """Launch the kernels of the op `experts` in this tile configuration, for at least one token. All tensors are contiguous."""
-    from nanovllm.ops.moe.tiles import FewTiles
-
     with torch.cuda.device_of(x):
         if isinstance(tiles, FewTiles):
-            return _launch_few(x, gate_up, down, chosen, weights, act, tiles, pdl)
-        return _launch_grouped(x, gate_up, down, chosen, weights, act, tiles, pdl)
+            return _launch_few(x, gate_up, down, chosen, weights, act, tiles, pdl, residual)
+        return _launch_grouped(x, gate_up, down, chosen, weights, act, tiles, pdl, residual)
 
 
-def _launch_few(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, act: str, tiles: FewTiles, pdl: bool) -> Tensor:
+def _launch_few(
+    x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, act: str, tiles: FewTiles, pdl: bool, residual: Tensor | None
+) -> Tensor:
     (tokens, k), (_, width, inner) = chosen.shape, down.shape
     h, y = x.new_empty(tokens * k, inner), torch.empty_like(x)
     first, second = tiles.gate_up, tiles.down
     kernel: Any = _few_gate_up
     kernel[(tokens * k, triton.cdiv(inner, first.outputs))](
-        x, gate_up, chosen, h, inner, width, k, first.outputs, first.depth, act, pdl, **launch_options(first.warps, pdl)
+        x,
+        gate_up,
+        chosen,
+        h,
+        inner,
+        width,
+        k,
+        first.outputs,
+        first.depth,
+        act,
+        pdl,
+        **launch_options(first.warps, pdl and tokens <= DRAINED),
     )
     kernel = _few_down
     kernel[(tokens, triton.cdiv(width, second.outputs))](
-        h, down, chosen, weights, y, width, inner, k, second.outputs, second.depth, pdl, **launch_options(second.warps, pdl)
-    )
+        h, down, chosen, weights, y if residual is None else residual, y, width, inner, k, second.outputs, second.depth,
+        residual is not None, pdl, **launch_options(second.warps, pdl),
+    )  # fmt: skip
     return y
 
 
 def _launch_grouped(
-    x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, act: str, tiles: GroupedTiles, pdl: bool
-) -> Tensor:
+    x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, act: str, tiles: GroupedTiles, pdl: bool,
+    residual: Tensor | None,
+) -> Tensor:  # fmt: skip
     (tokens, k), (num, width, inner) = chosen.shape, down.shape
     first, second = tiles.gate_up, tiles.down
     h, parts, y = x.new_empty(tokens * k, inner), x.new_empty(tokens * k, width), torch.empty_like(x)
@@ -269,15 +253,22 @@ def _launch_grouped(
             source, weight, order, table, target, blocks, outputs, inputs, k, GROUP, tile.rows, tile.outputs, tile.depth, tile.stages,
             act, gated, pdl, **launch_options(tile.warps, pdl),
         )  # fmt: skip
-    combine(parts, weights, y, pdl)
+    combine(parts, weights, residual, y, pdl)
     return y
 
 
-def combine(parts: Float[Tensor, "pairs M"], weights: Float[Tensor, "T k"], y: Float[Tensor, "T M"], pdl: bool) -> None:
-    """Donates `y`. Write the weighted sums of each token's parts. All tensors are contiguous."""
-    (tokens, k), width = weights.shape, y.shape[1]
-    kernel: Any = _combine
-    kernel[(tokens, triton.cdiv(width, COMBINED))](parts, weights, y, width, k, COMBINED, pdl, **launch_options(4, pdl))
+def combine(
+    parts: Float[Tensor, "pairs M"],
+    weights: Float[Tensor, "T k"],
+    residual: Float[Tensor, "T M"] | None,
+    y: Float[Tensor, "T M"],
+    pdl: bool,
+) -> None:
+    """Donates `y`. Write the weighted sums of each token's parts, plus the residual if given. All tensors are contiguous."""
+    (tokens, k), width, kernel = weights.shape, y.shape[1], cast(Any, _combine)
+    before = y if residual is None else residual
+    grid, options = (tokens, triton.cdiv(width, COMBINED)), launch_options(4, pdl)
+    kernel[grid](parts, weights, before, y, width, k, COMBINED, residual is not None, pdl, **options)
 
 
 def sort(

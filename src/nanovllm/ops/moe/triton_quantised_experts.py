@@ -4,8 +4,8 @@ The forms are those of `triton_experts`, whose `_sort` and `_combine` they use. 
 expert's codes by itself; a thread sums the products of its codes in float32, as in `triton_quantised_few`. For many tokens, blocks of pairs
 of one expert run on tensor cores; the codes are the left factor and become numbers in registers, as in `triton_quantised_many`.
 
-Every kernel waits for the kernel before it before it reads anything (programmatic dependent launch). The kernel before it writes the
-routing, which decides which codes are read.
+Every kernel waits for the kernel before it before it reads anything (programmatic dependent launch), but the second product of many tokens
+reads its table before. For few tokens, codes that are read while the first product still runs slow it down by as much as they gain.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
@@ -25,7 +25,7 @@ from nanovllm.ops.linear.triton_code_loop import first_scales, summed_products
 from nanovllm.ops.linear.triton_codes import fields_of, in_field, in_word, operands, span_of, summand_of, word_column
 from nanovllm.ops.moe.tiles import QuantisedFewTiles, QuantisedGroupedTiles
 from nanovllm.ops.moe.triton_experts import GROUP, combine, sort
-from nanovllm.ops.triton_parts import activated, launch_options
+from nanovllm.ops.triton_parts import activated, launch_options, rounded
 from nanovllm.types import Float, Int32, Int64, Tensor
 
 
@@ -119,8 +119,8 @@ def _quantised_few_gate_up(
     An expert has SCALES scales. `WHOLE` is as in `_words`.
     """
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     STEPS: tl.constexpr = (WORDS + 2 * T - 1) // (2 * T)
     APART: tl.constexpr = GROUP % 128 != 0 and GROUPS > 1  # the fields of a word have different scales
     pair, n = tl.program_id(0), tl.program_id(1) * BN + tl.arange(0, BN)
@@ -153,9 +153,10 @@ def _quantised_few_gate_up(
 
 @triton.jit
 def _quantised_few_down(
-    h, codes, scales, zeros, chosen, weights, y, N: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr, TOP: tl.constexpr,
+    h, codes, scales, zeros, chosen, weights, residual, y, N: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr, TOP: tl.constexpr,
     T: tl.constexpr, BN: tl.constexpr, NIBBLES: tl.constexpr, FP8: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    ROWS: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr, WHOLE: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr, RESIDUAL: tl.constexpr, WHOLE: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (token, outputs) computes `[BN]` of the token's N outputs, summed over its TOP experts."""
     if PDL:
@@ -175,6 +176,7 @@ def _quantised_few_down(
             held += (_words(own, n, there, step, WORDS, T, WHOLE),)
         for step in tl.static_range(EACH):
             factors += (_factor(own_scales, own_zeros, row, step, T, NIBBLES, GROUP, GROUPS, ROWS, ZEROS, APART),)
+    before = tl.load(residual + token.to(tl.int64) * N + n, mask=there, other=0.0) if RESIDUAL else 0.0
     total = tl.zeros([BN, T], tl.float32)
     for j in tl.static_range(TOP):
         weight = tl.load(weights + token * TOP + j).to(tl.float32)
@@ -187,7 +189,8 @@ def _quantised_few_down(
         if GROUPS == 1:
             acc *= factors[j][0]
         total += acc * weight
-    tl.store(y + token.to(tl.int64) * N + n, tl.sum(total, 1).to(y.dtype.element_ty), mask=there)
+    out = rounded(tl.sum(total, 1), 0.0, before, y.dtype.element_ty, False, RESIDUAL)
+    tl.store(y + token.to(tl.int64) * N + n, out, mask=there)
 
 
 @triton.jit(do_not_specialize=["blocks"])  # depends on the number of tokens: one kernel serves all
@@ -202,9 +205,10 @@ def _quantised_grouped(
     It takes D elements of each output's codes per step. `GATED` and the table are as in `triton_experts`, `FORM` as in `scale_form`, and
     `WHOLE`: no step reaches beyond the codes or the inputs.
     """
+    if PDL and GATED:
+        gdc_wait()
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     ACROSS: tl.constexpr = BLOCKS * ((N + BN - 1) // BN)
     before = tl.program_id(0) // ACROSS * BLOCKS
     size = tl.minimum(blocks - before, BLOCKS)
@@ -216,6 +220,8 @@ def _quantised_grouped(
     place, n, d = first + tl.arange(0, BP), column * BN + tl.arange(0, BN), tl.arange(0, D)
     on, there = (place < stop)[None, :], (n < N)[:, None]
     pair = tl.load(order + place, mask=place < stop, other=0)
+    if PDL and not GATED:
+        gdc_wait()
     source, target = (pair // TOP, place) if GATED else (place, pair)
     row = tl.minimum(n, N - 1)  # what is read for outputs beyond the last is not stored
     rows = x + source.to(tl.int64)[None, :] * K + d[:, None]
@@ -244,6 +250,7 @@ def launch(
     tiles: QuantisedFewTiles | QuantisedGroupedTiles,
     pdl: bool,
     asm: bool = False,
+    residual: Float[Tensor, "T M"] | None = None,
 ) -> Float[Tensor, "T M"]:
     """Launch the kernels of the op `quantised_experts` in this tile configuration, for at least one token.
 
@@ -256,13 +263,14 @@ def launch(
         x = _ordered(x, gate_up)
         if isinstance(tiles, QuantisedFewTiles):
             _launch_few(_quantised_few_gate_up, x, gate_up, (chosen, h), inner, k, tiles.gate_up, (act,), pdl, asm)
-            _launch_few(_quantised_few_down, _ordered(h, down), down, (chosen, weights, y), width, k, tiles.down, (), pdl, asm)
+            others, how = (chosen, weights, y if residual is None else residual, y), (residual is not None,)
+            _launch_few(_quantised_few_down, _ordered(h, down), down, others, width, k, tiles.down, how, pdl, asm)
             return y
         parts = x.new_empty(tokens * k, width)
         given = sort(chosen, num, tiles.gate_up.rows, pdl)
         _launch_grouped(x, gate_up, h, *given, k, True, act, tiles.gate_up, pdl, asm)
         _launch_grouped(_ordered(h, down), down, parts, *given, k, False, act, tiles.down, pdl, asm)
-        combine(parts, weights, y, pdl)
+        combine(parts, weights, residual, y, pdl)
         return y
 
 
@@ -278,15 +286,15 @@ def _kind(matrix: QuantisedMatrix) -> tuple[Any, ...]:
 
 
 def _launch_few(
-    kernel: Any, x: Tensor, matrix: QuantisedMatrix, others: tuple[Tensor, ...], outputs: int, k: int, tile: FewTile, act: tuple[str, ...],
-    pdl: bool, asm: bool,
+    kernel: Any, x: Tensor, matrix: QuantisedMatrix, others: tuple[Tensor, ...], outputs: int, k: int, tile: FewTile,
+    how: tuple[str | bool, ...], pdl: bool, asm: bool,
 ) -> None:  # fmt: skip
     programs, words = others[-1].shape[0], matrix.width // 2
     threads = min(32 * tile.warps, triton.next_power_of_2(triton.cdiv(words, 2)))
     whole = outputs % tile.outputs == 0 and words % (2 * threads) == 0
     kernel[(programs, triton.cdiv(outputs, tile.outputs))](
         x, *operands(matrix, words=True), *others, outputs, matrix.columns, words, k, threads, tile.outputs,
-        matrix.bits == 4, matrix.kind == "fp8", *_kind(matrix), *act, whole, asm, pdl, **launch_options(tile.warps, pdl),
+        matrix.bits == 4, matrix.kind == "fp8", *_kind(matrix), *how, whole, asm, pdl, **launch_options(tile.warps, pdl),
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from nanovllm.testing.machines.engine import EngineMachine
 from nanovllm.testing.machines.engine_holder import EngineHolder
 from nanovllm.testing.machines.failures import FailureMachine
 from nanovllm.testing.machines.frames import FrameMachine
-from nanovllm.testing.machines.host_memory import HostMemoryMachine
+from nanovllm.testing.machines.host_memory import HostChunkMachine, HostMemoryMachine
 from nanovllm.testing.machines.pages import PageMachine
 from nanovllm.testing.machines.prefix import PrefixMachine
 from nanovllm.testing.machines.run_ahead import AheadMachine
@@ -40,6 +40,7 @@ MACHINES: Mapping[str, Machine] = MappingProxyType(
         "ahead": AheadMachine,
         "failures": FailureMachine,
         "host-memory": HostMemoryMachine,
+        "host-chunks": HostChunkMachine,
         "disk": DiskMachine,
         "chunks": ChunkMachine,
         "model-chunks": ModelChunkMachine,

@@ -132,7 +132,8 @@ class ChunkDriver(EngineHolder):
             raise error
         if isinstance(error, InvalidRequestError):
             return expect(most + offset > capacity(state), f"{most} tokens were refused without reason: {error}")
-        wanted, room = pages_for(most, state.config.page_size) + 1, enter(state).pool.num_available
+        moved = () if state.pool.host is None else state.pool.host.moved.values()  # chunks that the call may bring back
+        wanted, room = pages_for(most, state.config.page_size) + 1 + sum(len(one.pages) for one in moved), enter(state).pool.num_available
         expect(wanted > room, f"{most} tokens were refused, but {room} pages are available: {error}")
 
     def _make(self, call: Callable[[], tuple[EngineState, Chunk]], told: ShadowChunk, needed: int, *, served: bool = False) -> Held | None:
@@ -162,7 +163,7 @@ class ChunkDriver(EngineHolder):
             self._release(next(iter(self.held.values())).chunk)
 
     def _pinned(self) -> int:
-        return len({page for held in self.held.values() for page in held.chunk.pages})
+        return len({page for chunk in self.state.chunks.values() for page in chunk.pages})
 
     def _release(self, chunk: Chunk) -> None:
         before = self.state
@@ -178,7 +179,8 @@ class ChunkDriver(EngineHolder):
         made = chunk.provenance.operations
         expect(made == told.operations, f"{chunk!r} has operations {made}, not {told.operations}")
         expect(chunk.num_exact == told.num_exact, f"{chunk!r} labels {chunk.num_exact} tokens exact, not {told.num_exact}")
-        self.world.require_cells(state.kv, list(chunk.pages), told.cells, state.pool.frames)
+        if len(chunk.pages):  # not a second handle on a chunk in host memory
+            self.world.require_cells(state.kv, list(chunk.pages), told.cells, state.pool.frames)
 
     def _keep_file(self, path: Path, told: ShadowChunk) -> None:
         self.files.append(Saved(path=path, told=told))

@@ -65,6 +65,9 @@ class ChunkMachine(ChunkDriver):
     @initialize(data=st.data(), pinning=st.integers(0, 3))
     def start(self, data: st.DataObject, pinning: int) -> None:
         """Start two fresh engines. In one run of four, chunks may pin the whole pool; else at most about two thirds of it."""
+        self._begin_engines(data, pinning)
+
+    def _begin_engines(self, data: st.DataObject, pinning: int) -> None:
         frames = None if self.num_frames is None else st.integers(*self.num_frames)
         mine = limits(self.max_tokens, min_tokens=8, min_model_len=12, cascade=self.cascade, num_frames=frames)
         self.state = self.world.init_state(data.draw(mine))

@@ -292,7 +292,8 @@ class EngineMachine(SessionDriver):
         state = enter(self.state)
         frames = state.pool.frames
         for chunk in state.chunks.values():
-            self.world.require_kv(state.kv, list(chunk.pages), chunk.token_ids.tolist(), frames)
+            if len(chunk.pages):  # not in host memory
+                self.world.require_kv(state.kv, list(chunk.pages), chunk.token_ids.tolist(), frames)
             expect(kv_bytes(self.state, chunk) == self.chunk_kv[chunk.liveness], f"the KV of {chunk!r} changed", invariant=3)
         for sequence in self._sequences(state):
             filled = sequence.tokens.array(0, sequence.num_filled).tolist()

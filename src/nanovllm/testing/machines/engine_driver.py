@@ -20,15 +20,19 @@ from nanovllm.engine.requests import capacity, request_seed, submit, submit_many
 from nanovllm.engine.step import step
 from nanovllm.errors import InvalidRequestError, NanoVLLMError, OutOfPagesError
 from nanovllm.sampling.params import SamplingParams
+from nanovllm.state import pool as pools
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.kv_cache import pages_for
+from nanovllm.state.moved_chunks import move_in
 from nanovllm.state.request import Request, Sequence, StepOutput
 from nanovllm.state.window_frames import least_frames
 from nanovllm.testing.machines.engine_holder import EngineHolder, kv_bytes
 from nanovllm.testing.shadows.memory import expect
 from nanovllm.testing.shadows.worlds import PlantedError, SymbolicWorld, World
 from nanovllm.testing.strategies import sampling_options
+
+NO_ROOM = 1 << 30  # pages by which a chunk that cannot come back to the device lacks room
 
 
 @dataclass(slots=True)
@@ -108,7 +112,19 @@ class EngineDriver(EngineHolder):
 
     def _available(self, base: Chunk | None) -> int:
         """Return the number of pages that a request over this chunk can use: available pages and the chunk's whole pages."""
-        return enter(self.state).pool.num_available + (0 if base is None else len(base) // self.state.config.page_size)
+        return self._room(base) + (0 if base is None else len(base) // self.state.config.page_size)
+
+    def _room(self, *bases: Chunk | None) -> int:
+        """Return the number of available pages once these chunks are on the device; far below 0 if they cannot all come back to it."""
+        pool, chunks = pools.planning(enter(self.state).pool), self.state.chunks
+        for liveness in dict.fromkeys(base.liveness for base in bases if base is not None):
+            if pool.host is None or liveness not in pool.host.moved:
+                continue
+            done = move_in(pool, chunks[liveness])
+            if done is None:
+                return -NO_ROOM
+            pool = done[0]
+        return pool.num_available
 
     def _prefill(self, after: Chunk | None, ids: list[int]):
         tokens = ids if after is None else after.token_ids.tolist() + ids
@@ -139,9 +155,14 @@ class EngineDriver(EngineHolder):
             return self._refused(InvalidRequestError, lambda: submit(self.world.model, self.state, context, params))
         priority = len(tokens) % 3 - 1  # which changes who runs first, and no reply
         if keep:
-            done = self._attempt(lambda: submit_many(self.world.model, self.state, [context], [params], keep=True, priorities=[priority]))
+            more = {"keep": True, "priorities": [priority]}
+            call = lambda: submit_many(self.world.model, self.state, [context], [params], **more)  # noqa: E731
         else:
-            done = self._attempt(lambda: submit(self.world.model, self.state, context, params, priority=priority))
+            call = lambda: submit(self.world.model, self.state, context, params, priority=priority)  # noqa: E731
+        room = self._room(base)
+        done = self._attempt(call, OutOfPagesError)
+        if done is None or isinstance(done, OutOfPagesError):  # only a chunk that comes back from host memory needs pages and the device
+            return expect(base is not None and (done is None or room < 0), f"a request was refused: {done!r}")
         self.state, ids_or_id = done
         rid = ids_or_id[0] if isinstance(ids_or_id, list) else ids_or_id
         self.pending[rid] = Pending(self.state.waiting.items[rid].request, tokens)
@@ -231,7 +252,7 @@ class EngineDriver(EngineHolder):
             self._refused(InvalidRequestError, call)
             return multiple()
         limits = [min(len(p) + o.max_tokens, capacity(self.state)) for p, o in zip(prompts, params, strict=True)]
-        room, next_id = self._available(None), enter(self.state).next_id
+        room, next_id = self._room(*(base for base, *_ in rows)), enter(self.state).next_id
         shared = sum(len(base) // size for base, *_ in rows if base is not None)
         done = self._attempt(call, OutOfPagesError)
         if isinstance(done, OutOfPagesError):

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis.stateful import RuleBasedStateMachine
 
 from nanovllm.errors import NanoVLLMError
-from nanovllm.executor.executor import executor_of
+from nanovllm.executor.executor import executor_of, runtime_of
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.engine_state import EngineState, windowed_pools
 from nanovllm.testing.shadows.memory import KeptValues, expect, freeze
@@ -63,8 +63,15 @@ def room_of(state: EngineState) -> int:
 
 
 def kv_bytes(state: EngineState, chunk: Chunk) -> bytes:
-    """Return the KV of a chunk's tokens as bytes."""
+    """Return the KV of a chunk's tokens as bytes: of the pages that it has now, or of its host pages, for which all copies are made."""
+    chunk, host = state.chunks.get(chunk.liveness, chunk), state.pool.host
     at, size, pages, frames, parts = np.arange(len(chunk)), state.config.page_size, chunk.pages.array(), state.pool.frames, []
+    if host is not None and chunk.liveness in host.moved:
+        memory = runtime_of(state).host
+        assert memory is not None
+        memory.synchronize()
+        images = memory_of(memory.images.transpose(0, 1))
+        return images[:, np.array(host.moved[chunk.liveness].pages)[at // size], :, :, at % size].tobytes()
     for pool, framed in zip(state.kv.pools, windowed_pools(state), strict=True):
         table = frames.of(pages) if framed and frames is not None else pages
         parts.append(memory_of(pool)[:, table[at // size], :, :, at % size].tobytes())

@@ -1,4 +1,4 @@
-"""`HostMemoryMachine`: test an engine that keeps the KV of evicted pages in host memory."""
+"""`HostMemoryMachine` and `HostChunkMachine`: test an engine that keeps the KV of evicted pages and of chunks in host memory."""
 
 from dataclasses import replace
 
@@ -6,15 +6,22 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
+from nanovllm.chunks.offload import offload
 from nanovllm.engine.donation import enter
-from nanovllm.executor.executor import runtime_of
+from nanovllm.errors import OutOfPagesError
+from nanovllm.executor.executor import executor_of, runtime_of
+from nanovllm.models.model import Model
 from nanovllm.ops.kv_cache.fp8 import as_bytes
+from nanovllm.state.chunk import Chunk
+from nanovllm.state.engine_state import EngineState
 from nanovllm.state.kv_cache import bytes_per_page
 from nanovllm.state.offload import Rates, init_host
 from nanovllm.state.prefix_keys import keys_of
+from nanovllm.testing.machines.chunks import ChunkMachine
 from nanovllm.testing.machines.engine import EngineMachine
 from nanovllm.testing.shadows.late_copies import FlakyHostMemory
-from nanovllm.testing.shadows.memory import expect, indexed_runs
+from nanovllm.testing.shadows.memory import expect, freeze, indexed_runs
+from nanovllm.testing.shadows.worlds import FlakyExecutor, PlantedError
 from nanovllm.testing.strategies import limits, token_ids
 
 ALWAYS = Rates(tokens_per_second=1.0, bytes_per_second=1e15)  # running a token takes so long that it is always loaded
@@ -47,12 +54,8 @@ class HostMemoryMachine(EngineMachine):
     @initialize(data=st.data(), num_host_pages=st.integers(1, 12))
     def start(self, data: st.DataObject, num_host_pages: int) -> None:
         """Start a fresh engine with host memory. Chunks may pin about half of its pool."""
-        self.state = self.world.init_state(data.draw(limits(self.max_tokens)))
-        kv, config, runtime = self.state.kv, self.state.config, runtime_of(self.state)
-        runtime.host = FlakyHostMemory(kv, num_host_pages, self._executor)
-        page = bytes_per_page(self.world.model.config, page_size=config.page_size, dtype=kv.pools[0].dtype)
-        self.state = replace(self.state, pool=replace(self.state.pool, host=init_host(num_host_pages, page, ALWAYS)))
-        self.most_pinned = max(2, config.num_pages // 2)
+        self.state = with_host_memory(self.world.init_state(data.draw(limits(self.max_tokens))), self.world.model, num_host_pages)
+        self.most_pinned = max(2, self.state.config.num_pages // 2)
 
     @invariant()
     def memory_agrees(self) -> None:
@@ -64,6 +67,19 @@ class HostMemoryMachine(EngineMachine):
         for page, key in zip(held, keys_of(state.prefix, np.array(held, np.int32)), strict=True):
             self.images[key] = pool[:, page].contiguous().numpy().tobytes()
             self.prefixes[key] = list(tokens_of[page])
+
+    @precondition(lambda self: self.state.chunks)
+    @rule(data=st.data(), count=st.integers(1, 3))
+    def offload(self, data: st.DataObject, count: int) -> None:
+        """Move live chunks to host memory, which may have too few pages for them."""
+        for _ in range(count):
+            chunk = self.state.chunks[data.draw(st.sampled_from(sorted(self.state.chunks)))]
+            done = self._attempt(lambda chunk=chunk: (offload(self.state, chunk), None), OutOfPagesError)
+            if isinstance(done, OutOfPagesError):
+                require_full(self.state, chunk)
+            elif done is not None:
+                self.state = done[0]
+            self.memory_agrees()
 
     @precondition(lambda self: self._known())
     @rule(more=token_ids(min_size=0, max_size=2), count=st.integers(1, 3), steps=st.integers(1, 4), data=st.data())
@@ -97,3 +113,64 @@ class HostMemoryMachine(EngineMachine):
         if self.state.pool.host is not None:
             self.compare_host_memory()
         super().teardown()
+
+
+class HostChunkMachine(ChunkMachine):
+    """`ChunkMachine` for an engine with 1 to 24 pages of host memory, to which chunks are moved, and from which their next use brings them.
+
+    The KV of a chunk in host memory is compared with that of the chunk when it was made. Approximate chunks, chunks with gaps and partly
+    filled pages are moved, too.
+
+    Attributes:
+        world: The engine and model under test, with their oracle: a `ModelWorld` or a `SymbolicWorld` (the default).
+        max_tokens: The largest number of tokens that a pool has room for.
+
+    Examples:
+        >>> from hypothesis import settings
+        >>> from hypothesis.stateful import run_state_machine_as_test
+        >>> from nanovllm.testing import HostChunkMachine, SymbolicWorld
+        >>> class InFp8(HostChunkMachine):
+        ...     world = SymbolicWorld(kv_dtype="fp8")
+        >>> run_state_machine_as_test(InFp8, settings=settings(max_examples=2, stateful_step_count=5, deadline=None))
+    """
+
+    @initialize(data=st.data(), pinning=st.integers(0, 3), num_host_pages=st.integers(1, 24))
+    def start(self, data: st.DataObject, pinning: int, num_host_pages: int) -> None:
+        """Start two fresh engines, of which the first has host memory."""
+        self._begin_engines(data, pinning)
+        self.state = with_host_memory(self.state, self.world.model, num_host_pages)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), count=st.integers(1, 3))
+    def offload(self, data: st.DataObject, count: int) -> None:
+        """Move live chunks to host memory, which may have too few pages for them."""
+        for _ in range(count):
+            chunk = self.held[data.draw(st.sampled_from(sorted(self.held)))].chunk
+            before, frozen = self.state, freeze(self.state.pool)
+            try:
+                self.state = offload(self.state, chunk)
+            except (PlantedError, OutOfPagesError) as error:
+                expect(freeze(before.pool) == frozen, "a failed call changed the pool")
+                if isinstance(error, OutOfPagesError):
+                    require_full(before, before.chunks[chunk.liveness])
+            else:
+                self._replaced(before)
+            self._executor.disarm()
+            self._require_all()
+
+
+def with_host_memory(state: EngineState, model: Model, num_host_pages: int) -> EngineState:
+    """The first state of an engine whose executor is a `FlakyExecutor`, with pages of host memory that it always loads."""
+    executor, runtime, page_size = executor_of(state), runtime_of(state), state.config.page_size
+    assert isinstance(executor, FlakyExecutor)
+    runtime.host = FlakyHostMemory(state.kv, num_host_pages, executor)
+    page = bytes_per_page(model.config, page_size=page_size, dtype=state.kv.pools[0].dtype)
+    return replace(state, pool=replace(state.pool, host=init_host(num_host_pages, page, ALWAYS)))
+
+
+def require_full(state: EngineState, chunk: Chunk) -> None:
+    """Require that host memory has too few pages for a chunk, other than those of chunks."""
+    host = state.pool.host
+    assert host is not None
+    room = host.used.num_free + host.ages.count
+    expect(room < len(chunk.pages), f"{chunk!r} was refused, but {room} host pages are available")

@@ -47,7 +47,7 @@ class SessionDriver(EngineDriver):
         if max(map(len, prompts)) + room > capacity(self.state) or len(rows) > self.state.config.max_num_seqs:
             self._refused(InvalidRequestError, call)
             return False
-        available, next_id = self._available(None), self.state.next_id
+        available, next_id = self._room(*(base for base, _ in rows)), self.state.next_id
         done = self._attempt(call, OutOfPagesError)
         if isinstance(done, OutOfPagesError):
             wanted = sum(pages_for(len(p) + room, size) for p in prompts)
