@@ -10,7 +10,8 @@ the median of `--repeats` times in milliseconds:
 - `device`: it came right before, and its pages are on the device;
 - `host`: other prompts have pushed its pages out since, and they are loaded from host memory;
 - `lost`: the same without host memory, so it runs again;
-- `pushing`: a new prompt whose pages push others out to host memory.
+- `pushing`: a new prompt whose pages push others out to host memory;
+- `disk`, with `--kv-dir`: an engine that was just made reads its pages from files, of which the system keeps nothing in memory.
 
 `users` is about `--users` users with histories of `--history` tokens. `--visits` times one of them, drawn at random, comes back with
 `--turn` new tokens and gets a reply of `--reply` tokens, which both become part of the history. The pages of the device hold a quarter of
@@ -20,6 +21,7 @@ reused and that were loaded.
 
 import argparse
 import json
+import os
 import time
 from pathlib import Path
 from random import Random
@@ -54,11 +56,13 @@ def served(model: nv.Model, state: nv.EngineState, tokens: list[int], reply: int
     return state, first, drawn
 
 
-def engine(model: nv.Model, num_tokens: int, longest: int, options: argparse.Namespace, host_kv_gib: float) -> nv.EngineState:
+def engine(
+    model: nv.Model, num_tokens: int, longest: int, options: argparse.Namespace, host_kv_gib: float, kv_dir: Path | None = None
+) -> nv.EngineState:
     """An engine whose pages hold so many tokens, for one request at a time."""
     return nv.init_state(
         model, num_pages=pages_for(num_tokens, PAGE) + 1, page_size=PAGE, max_model_len=longest, max_num_seqs=4,
-        kv_dtype=options.kv_dtype, host_kv_gib=host_kv_gib,
+        kv_dtype=options.kv_dtype, host_kv_gib=host_kv_gib, kv_dir=kv_dir, kv_dir_gib=options.kv_dir_gib,
     )  # fmt: skip
 
 
@@ -90,6 +94,32 @@ def first_tokens(model: nv.Model, options: argparse.Namespace) -> dict[str, Any]
             told = {"rates": rates, "page_bytes": host.page_bytes, "host_pages": host.num_pages}
         del state
     return {name: round(float(np.median(taken)), 2) for name, taken in times.items()} | {"loaded_tokens": loaded, **told}
+
+
+def from_disk(model: nv.Model, options: argparse.Namespace) -> dict[str, Any]:
+    """The time to the first token of a long prompt that a new engine reads from the disk, and what was read and written."""
+    random, length, times, read = Random(2), options.prompt, list[float](), 0
+    for repeat in range(options.repeats + 1):  # the first is a warm-up
+        prompt = random_tokens(random, length, model.config.vocab_size)
+        state = engine(model, length * 3 // 2, length + PAGE, options, options.host_kv_gib, options.kv_dir)
+        state, _, expected = served(model, state, prompt)
+        start = time.perf_counter()
+        nv.flush_kv(state)
+        flushed, page_bytes = time.perf_counter() - start, nv.memory(state).page_bytes
+        written = nv.memory(state).disk.counts.pages_written
+        del state
+        for path in options.kv_dir.rglob("*.kv"):
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        state = engine(model, length * 3 // 2, length + PAGE, options, options.host_kv_gib, options.kv_dir)
+        state, back, again = served(model, state, prompt)
+        if model.device.type == "cpu" and expected != again:
+            raise SystemExit(f"the replies differ: {expected}, {again}")
+        read, times = max(read, state.stats.read_tokens), [*times, back] if repeat else times
+        rate = state.pool.host.disk.bytes_per_second
+        del state
+    told = {"read_tokens": read, "read_bytes_per_second": round(rate), "write_bytes_per_second": round(written * page_bytes / flushed)}
+    return {"disk": round(float(np.median(times)), 2), **told}
 
 
 def users(model: nv.Model, options: argparse.Namespace, host_kv_gib: float) -> dict[str, Any]:
@@ -128,6 +158,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--reply", type=positive, default=16, help="tokens of a reply (default: %(default)s)")
     parser.add_argument("--visits", type=positive, default=64, help="visits of all users together (default: %(default)s)")
     parser.add_argument("--host-kv-gib", type=float, default=16.0, help="GiB of host memory (default: %(default)s)")
+    parser.add_argument("--kv-dir", type=Path, metavar="DIR", help="an empty folder on the disk to measure (default: none is measured)")
+    parser.add_argument("--kv-dir-gib", type=float, default=64.0, help="size limit of the files in it in GiB (default: %(default)s)")
     parser.add_argument("--kv-dtype", choices=["fp8"], help="the dtype of keys and values (default: the model's)")
     parser.add_argument("--commit", help="commit to record (default: the commit that git reports)")
     parser.add_argument("--output", type=Path, help="write the results to this JSON file")
@@ -135,6 +167,8 @@ def main(arguments: list[str] | None = None) -> None:
     model, name = find_model(options)
     freeze()
     results: dict[str, Any] = {"first_token_ms": first_tokens(model, options)}
+    if options.kv_dir is not None:
+        results["first_token_ms"] |= from_disk(model, options)
     print("first_token_ms", json.dumps(results["first_token_ms"]), flush=True)
     results["users"] = {}
     for way, gib in (("device_only", 0.0), ("host_memory", options.host_kv_gib)):
@@ -142,6 +176,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(way, json.dumps(results["users"][way]), flush=True)
     settings = " ".join(f"--{each} {getattr(options, each)}" for each in SIZES)
     kv = f" --kv-dtype {options.kv_dtype}" if options.kv_dtype else ""
+    kv += f" --kv-dir {options.kv_dir.name}" if options.kv_dir else ""
     command = f"python benchmarks/kv_tiers.py --model {name} {settings} --host-kv-gib {options.host_kv_gib}{kv}"
     result = record(model, {"kv_tiers": results}, command, options.commit)
     if options.output:

@@ -16,11 +16,13 @@ def test_the_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     lengths = ["--prompt", "320", "--repeats", "1", "--users", "4", "--history", "96", "--visits", "8", "--turn", "8", "--reply", "4"]
     output = tmp_path / "tiers.json"
     options = ["--model", model, "--device", "cpu", *lengths, "--host-kv-gib", "0.01", "--commit", "abc", "--output", str(output)]
+    options += ["--kv-dir", str(tmp_path / "kv")]
     kv_tiers.main(options)
     told = json.loads(output.read_text())
     assert told["commit"] == "abc" and "--host-kv-gib 0.01" in told["command"]
     first, users = told["kv_tiers"]["first_token_ms"], told["kv_tiers"]["users"]
     assert all(first[name] > 0 for name in ("cold", "device", "host", "lost", "pushing"))
+    assert first["disk"] > 0 and first["read_bytes_per_second"] > 0 and first["write_bytes_per_second"] > 0
     assert first["host_pages"] > 0 and first["rates"]["tokens_per_second"] > 0
     assert users["device_only"]["loaded_tokens"] == 0
     needed = [way["prefill_tokens"] + way["reused_tokens"] for way in users.values()]

@@ -17,12 +17,13 @@ from nanovllm.chunks.storage.file import load_chunk, save_chunk
 from nanovllm.chunks.storage.store import ChunkStore
 from nanovllm.config import EngineConfig, Mesh, ModelConfig, RopeConfig
 from nanovllm.engine.constrained import compile_grammar
+from nanovllm.engine.disk_pages import flush_kv
 from nanovllm.engine.init_state import init_state
 from nanovllm.engine.requests import cancel, submit
 from nanovllm.engine.step import step
 from nanovllm.entrypoints.async_llm import AsyncLLM
 from nanovllm.entrypoints.llm import LLM
-from nanovllm.entrypoints.memory.pages import PageOwner, PageRun
+from nanovllm.entrypoints.memory.pages import DiskReport, PageOwner, PageRun
 from nanovllm.entrypoints.memory.report import MemoryReport, memory
 from nanovllm.entrypoints.stream import Piece, Stream
 from nanovllm.errors import (
@@ -83,6 +84,7 @@ __all__ = [
     "ChunkStore",
     "DecodeCarry",
     "DecodeOutput",
+    "DiskReport",
     "DonatedStateError",
     "EngineClosedError",
     "EngineConfig",
@@ -132,6 +134,7 @@ __all__ = [
     "decode_loop",
     "decode_step",
     "drop",
+    "flush_kv",
     "fork",
     "forward",
     "generate",

@@ -17,7 +17,7 @@ def parsed(given: str = "") -> argparse.Namespace:
 
 def test_every_option_of_the_engine_arrives() -> None:
     usual = {"num_pages": None, "num_frames": None, "max_model_len": None, "memory_fraction": 0.9, "tuning": None, "compile": None}
-    usual |= {"max_step_ms": None, "kv_dtype": None, "host_kv_gib": 0.0}
+    usual |= {"max_step_ms": None, "kv_dtype": None, "host_kv_gib": 0.0, "kv_dir": None, "kv_dir_gib": 16.0}
     assert engine_limits(parsed()) == usual
     for given, changed in (
         ("--num-pages 5", {"num_pages": 5}),
@@ -29,6 +29,7 @@ def test_every_option_of_the_engine_arrives() -> None:
         ("--tuning off", {"tuning": False}),
         ("--kv-dtype fp8", {"kv_dtype": "fp8"}),
         ("--host-kv-gib 1.5", {"host_kv_gib": 1.5}),
+        ("--kv-dir kv --kv-dir-gib 2", {"kv_dir": Path("kv"), "kv_dir_gib": 2.0}),
         ("--eager", {"compile": False}),
     ):
         assert engine_limits(parsed(given)) == {**usual, **changed}

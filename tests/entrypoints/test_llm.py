@@ -101,7 +101,7 @@ def test_every_option_reaches_the_loader_or_the_engine(monkeypatch):
     limits = {
         "num_pages": 5, "num_frames": 6, "page_size": 7, "memory_fraction": 0.5, "max_model_len": 8, "max_num_seqs": 9,
         "max_num_batched_tokens": 10, "max_step_ms": 12.5, "max_prefill_tokens": 13, "seed": 11, "compile": False, "cascade": True,
-        "check": True, "tuning": "own.json", "kv_dtype": "fp8", "host_kv_gib": 2,
+        "check": True, "tuning": "own.json", "kv_dtype": "fp8", "host_kv_gib": 2, "kv_dir": "kv", "kv_dir_gib": 3,
     }  # fmt: skip
     monkeypatch.setattr(shell, "load_model", lambda *given, **more: loads.append((given, more)) or MODEL)
     monkeypatch.setattr(shell, "init_state", lambda model, **given: engines.append(given) or real(model, num_pages=4))

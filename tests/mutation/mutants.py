@@ -213,7 +213,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/engine/test_host_memory.py",),
         (
             "calls on chunks forget their copies",
-            "return copied(replace(state, pool=replace(pool, host=host)), moves, taken)",
+            "return copied(replace(state, pool=replace(pool, host=host)), moves, taken, host)",
             "return replace(state, pool=replace(pool, host=host))",
         ),
         ("copies out count as copies in", "loaded_tokens=into * size", "loaded_tokens=out * size"),

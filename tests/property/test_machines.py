@@ -12,6 +12,7 @@ from nanovllm.engine import admission
 from nanovllm.engine.scheduler import schedule
 from nanovllm.testing.machines.cascade import CascadeChunkMachine, CascadeMachine
 from nanovllm.testing.machines.chunks import ChunkMachine, ModelChunkMachine
+from nanovllm.testing.machines.disk import DiskMachine
 from nanovllm.testing.machines.engine import EngineMachine
 from nanovllm.testing.machines.failures import FailureMachine
 from nanovllm.testing.machines.frames import FrameMachine
@@ -130,6 +131,12 @@ class RealHostMemory(HostMemoryMachine):
     world = RealLlama.world
 
 
+class Fp8Disk(DiskMachine):
+    """KV in FP8 goes to the disk with its scales."""
+
+    world = SymbolicWorld(kv_dtype="fp8")
+
+
 class RealFp8(EngineMachine):
     """A real model over KV in FP8, against a forward pass of all tokens over KV in FP8. One rounding that differs is within the bound."""
 
@@ -156,6 +163,8 @@ class RealFp8(EngineMachine):
         (RealHostMemory, 2, 40),
         (HostChunkMachine, 25, 30),
         (Fp8HostChunks, 6, 30),
+        (DiskMachine, 25, 50),
+        (Fp8Disk, 6, 50),
         (CascadeMachine, 3, 50),
         (CascadeChunkMachine, 6, 30),
         (SharedPages, 2, 40),

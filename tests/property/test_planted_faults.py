@@ -6,6 +6,7 @@ from hypothesis.errors import Flaky
 from tests.property.faults.async_llm import ASYNC_FAULTS
 from tests.property.faults.cascade import CASCADE_FAULTS
 from tests.property.faults.chunks import CHUNK_FAULTS
+from tests.property.faults.disk import DISK_FAULTS
 from tests.property.faults.engine import FAULTS, Fault, find, planted
 from tests.property.faults.failures import FAILURE_FAULTS
 from tests.property.faults.host_memory import HOST_FAULTS
@@ -14,7 +15,7 @@ from tests.property.faults.windows import WINDOW_FAULTS
 pytestmark = pytest.mark.unhooked  # the import hook's checks would double the minutes that these tests take
 
 
-ALL = [*FAULTS, *FAILURE_FAULTS, *CHUNK_FAULTS, *CASCADE_FAULTS, *WINDOW_FAULTS, *HOST_FAULTS, *ASYNC_FAULTS]
+ALL = [*FAULTS, *FAILURE_FAULTS, *CHUNK_FAULTS, *CASCADE_FAULTS, *WINDOW_FAULTS, *HOST_FAULTS, *DISK_FAULTS, *ASYNC_FAULTS]
 
 
 @pytest.mark.parametrize("fault", ALL, ids=lambda fault: fault.name.replace(" ", "-"))

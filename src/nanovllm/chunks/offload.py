@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from nanovllm.engine.admission import HELD
+from nanovllm.engine.disk_pages import with_reads_ended
 from nanovllm.engine.donation import commit_state, enter, guarded, require_live
 from nanovllm.engine.draft import missing_pages
 from nanovllm.engine.host_copies import settled
@@ -63,6 +64,10 @@ def offload(state: EngineState, chunk: Chunk) -> EngineState:
     if chunk.liveness in host.moved:
         return commit_state(state)
     pool = move_out(pools.planning(state.pool), chunk)
+    if pool is None and host.disk is not None and host.disk.reading:
+        state = with_reads_ended(state)
+        host = state.pool.host or host
+        pool = move_out(pools.planning(state.pool), chunk)
     if pool is None:
         free = host.used.num_free + host.ages.count
         raise OutOfPagesError(

@@ -50,6 +50,7 @@ class Draft:
         self.sources: list[int] = []  # released last, so that no page is reallocated before it was copied
         self.stuck: list[Sequence] = []
         self.stranded: list[Sequence] = []  # waiting requests that cannot run while the live chunks exist
+        self.reading: list[Sequence] = []  # waiting requests whose pages are being read from the disk
         self.num_preempted = self.num_reused = 0
         self.grew = False
         self.most: int | None = None  # pages that the running sequences could still take if all replies reached their limits
@@ -103,6 +104,8 @@ class Draft:
 
     def finish(self, chosen: set[int], prefill: dict[int, int]) -> Plan:
         """The finished plan."""
+        for sequence in self.reading:
+            self.waiting = self.waiting.push(sequence)
         copies = tuple(pair for pairs in self.copies.values() for pair in pairs)
         frame_copies = frames_of_copies(self.pool, copies)
         pool, size = pools.release(self.pool, self.sources), self.config.page_size

@@ -4,19 +4,31 @@ from dataclasses import replace
 
 from nanovllm.executor.executor import runtime_of
 from nanovllm.state import offload
+from nanovllm.state.disk_pages import lasting
 from nanovllm.state.engine_state import EngineState
-from nanovllm.state.offload import Moves
+from nanovllm.state.offload import HostPages, Moves
 from nanovllm.state.pool import Pool, Taken
 
 
-def copied(state: EngineState, moves: Moves | None, taken: Taken) -> EngineState:
-    """Donates the KV. Make the copies of a plan, and count them. The host pages that they write are noted in `taken` first."""
+def copied(state: EngineState, moves: Moves | None, taken: Taken, host: HostPages | None) -> EngineState:
+    """Donates the KV. Make the copies of a plan, and count them. What can be found in host memory then is written to the disk later.
+
+    Args:
+        state: The state.
+        moves: The copies.
+        taken: The record of the pages that the call takes. The host pages that are written are noted first.
+        host: The host pages after the plan.
+    """
     if not moves:
         return state
     taken.host_pages.extend(moves.out)
-    host = runtime_of(state).host
-    assert host is not None
-    kv = host.move(state.kv, moves)
+    memory, disk = runtime_of(state).host, runtime_of(state).disk
+    assert memory is not None and host is not None
+    if disk is not None:
+        disk.overwriting(moves.out)
+    kv = memory.move(state.kv, moves)
+    if disk is not None:
+        disk.keep(lasting(host, moves.out))
     size, out, into = state.config.page_size, len(moves.out), len(moves.into)
     return replace(state, kv=kv, stats=state.stats.add(offloaded_tokens=out * size, loaded_tokens=into * size))
 
@@ -32,4 +44,4 @@ def settled(state: EngineState, pool: Pool, taken: Taken) -> EngineState:
     if pool.host is None or pool.host.moves is None:
         return replace(state, pool=pool)
     host, moves = offload.settled(pool.host)
-    return copied(replace(state, pool=replace(pool, host=host)), moves, taken)
+    return copied(replace(state, pool=replace(pool, host=host)), moves, taken, host)

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from nanovllm.config import EngineConfig, Mesh, loaded_for_short
+from nanovllm.engine.disk_tier import add_disk, require_kv_dir
 from nanovllm.engine.donation import model_key, require_model
 from nanovllm.engine.host_memory import add_host_memory, require_host_kv, stage_bytes
 from nanovllm.engine.prefill_rate import bounded, require_step_ms
@@ -49,6 +50,8 @@ def init_state(
     progress: bool | None = None,
     kv_dtype: Literal["fp8"] | None = None,
     host_kv_gib: int | float = 0,
+    kv_dir: str | os.PathLike[str] | None = None,
+    kv_dir_gib: int | float = 16,
     mesh: Mesh | None = None,
 ) -> EngineState:
     """Create an empty engine for a model: its KV memory, its prefix index and the kernels of its steps.
@@ -90,6 +93,10 @@ def init_state(
         host_kv_gib: GiB of host memory for KV that would be lost when its pages are needed for other requests. Later requests with the
             same prefix copy it back, where that is faster than running the tokens; the engine measures both at its start. Several ranks
             divide the memory. 0: none. Models with sliding-window layers cannot have any.
+        kv_dir: A folder for KV that outlives the engine; it needs `host_kv_gib`. Evicted KV is written to it, and `flush_kv` writes the
+            rest. A later engine of the same model reads it for requests with the same prefix, where that is faster than running the tokens.
+            Several processes may share the folder. Models on several ranks cannot have one. None: KV is not kept on disk.
+        kv_dir_gib: The size limit of the files in `kv_dir`, in GiB. The pages that were not used for the longest time make room.
         mesh: The ranks that share the model, as given to `load_model`, for a program that wants to be sure. None: those of the model.
 
     Returns:
@@ -156,6 +163,7 @@ def init_state(
     )
     require_kv_dtype(config, kv_dtype, model.device)
     num_host_pages = require_host_kv(model, host_kv_gib, limits)
+    folder = require_kv_dir(model, kv_dir, kv_dir_gib, num_host_pages)
     dtype = stored_dtype(limits, model.dtype)
     if max_model_len > config.max_position_embeddings:
         more = "; pass max_model_len to load_model for longer requests" if loaded_for_short(config) else ""
@@ -188,6 +196,8 @@ def init_state(
         limits, kv = bounded(model, limits, executor, kv, pool, float(max_step_ms))
     if num_host_pages:
         runtime.host, host, kv = add_host_memory(model, limits, executor, kv, pool, num_host_pages)
+        if folder is not None:
+            runtime.disk, host = add_disk(model, folder, float(kv_dir_gib), page_size, runtime.host, host)
         pool = replace(pool, host=host)
     return EngineState(config=limits, kv=kv, pool=pool, runtime=runtime)
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence as Seq
 from nanovllm.config import EngineConfig
 from nanovllm.engine.admission import HELD, admit, fits, may_admit, opens, set_stranded_apart, steps_held
 from nanovllm.engine.decode_pages import EARLY, lacks_pages, may_grow_early, place_decode
+from nanovllm.engine.disk_pages import set_reading_apart
 from nanovllm.engine.draft import Draft, id_of, room_of
 from nanovllm.engine.plan import Plan
 from nanovllm.engine.prompt_pages import offer, place_prefill
@@ -46,6 +47,7 @@ def schedule(
     """
     draft = Draft(pool, list(running), waiting, config, expected_reply)
     draft.retire()
+    set_reading_apart(draft)
     decoding = decoding_rows(draft)
     room = PromptRoom.of(config, len(decoding))
     chosen = place_decode(draft, decoding) if decoding else set[int]()

@@ -15,6 +15,7 @@ import torch
 
 from nanovllm.engine.admission import gathering
 from nanovllm.engine.constrained import Constrained, constrained
+from nanovllm.engine.disk_pages import look_ahead
 from nanovllm.engine.donation import commit_state, enter_with, guarded
 from nanovllm.engine.failures import Attempt, draw, ended, last_output, out_of_pages, outside, recovered, relaxed, step_limits, unsearchable
 from nanovllm.engine.host_copies import copied
@@ -80,6 +81,8 @@ def run_step(model: Model, state: EngineState, taken: Taken) -> tuple[EngineStat
     An exception that belongs to requests ends these, and the step is tried again with the others.
     """
     outputs, shortages = [], state.stats.memory_shortages
+    if (disk := runtime_of(state).disk) is not None:
+        state = look_ahead(state, taken)
     while state.running or state.waiting:
         attempt = Attempt()
         try:
@@ -90,6 +93,8 @@ def run_step(model: Model, state: EngineState, taken: Taken) -> tuple[EngineStat
         else:
             if after.token_budget is not None and after.stats.memory_shortages == shortages:
                 after = relaxed(after)
+            if disk is not None:
+                disk.hold(bool(after.running or after.waiting))
             return after, [*outputs, *more] if outputs else more
         state, failed, again = without
         outputs += failed
@@ -108,7 +113,7 @@ def _attempted(model: Model, state: EngineState, taken: Taken, attempt: Attempt)
     attempt.plan = plan
     taken.pages.extend(plan.allocated)
     taken.frames.extend(plan.frames)
-    state = copied(state, plan.moves, taken)
+    state = copied(state, plan.moves, taken, plan.pool.host)
     kv = copy_pages(state.kv, plan.copies, plan.frame_copies)
     # A carry is valid only for the step after its own. After a step without its rows it is stale, even if the same rows return.
     prefilled, loaded, decoded, ends = None, None, None, dict[int, Exception | None]()

@@ -92,7 +92,18 @@ def freeze_if_alone(options: argparse.Namespace) -> None:
 
 def engine_limits(options: argparse.Namespace) -> dict[str, Any]:
     """The options of `add_model_options` as arguments of `init_state`."""
-    names = ("num_pages", "num_frames", "host_kv_gib", "max_model_len", "memory_fraction", "max_step_ms", "tuning", "kv_dtype")
+    names = (
+        "num_pages",
+        "num_frames",
+        "host_kv_gib",
+        "kv_dir",
+        "kv_dir_gib",
+        "max_model_len",
+        "memory_fraction",
+        "max_step_ms",
+        "tuning",
+        "kv_dtype",
+    )
     limits = {name: getattr(options, name) for name in names}
     return {**limits, "compile": False if options.eager else None}
 
@@ -126,6 +137,11 @@ def add_model_options(parser: argparse.ArgumentParser, num_pages: str = POOL) ->
     add_kv_dtype(group)
     host = "GiB of host memory for KV whose pages are needed for other requests; it comes back where that is faster (default: 0, none)"
     group.add_argument("--host-kv-gib", type=float, default=0.0, metavar="X", help=host)
+    kept = "a folder for KV that outlives the engine: later engines read it where that is faster; needs --host-kv-gib (default: none)"
+    group.add_argument("--kv-dir", type=Path, metavar="DIR", help=kept)
+    group.add_argument(
+        "--kv-dir-gib", type=float, default=16.0, metavar="X", help="size limit of the files in --kv-dir in GiB (default: 16)"
+    )
     group.add_argument("--max-model-len", type=int, metavar="N", help="maximum length of prompt and reply in tokens (default: the model's)")
     group.add_argument("--memory-fraction", type=float, default=0.9, metavar="X", help="fraction of a GPU's memory to use (default: 0.9)")
     bound = "about how long a step may take while replies go on, in milliseconds; longer prompts run in pieces"

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from immutables import Map
 
 from nanovllm.chunks.offload import relieved, with_room_for
+from nanovllm.engine.disk_pages import flush_kv
 from nanovllm.engine.failures import as_value
 from nanovllm.engine.prompt import Context
 from nanovllm.engine.requests import cancel, submit_many
@@ -37,6 +38,9 @@ from nanovllm.state.device_errors import message_of
 from nanovllm.state.engine_state import EngineState
 
 EXIT_SECONDS = 10.0  # that the end of the program waits for the last step
+IDLE_SECONDS = 0.2  # without a request, after which KV is written to the disk
+BETWEEN_SECONDS = 0.005  # between two pieces of it
+FLUSHED = 16 << 20  # bytes of a piece
 
 
 class EngineThread:
@@ -165,7 +169,7 @@ class EngineThread:
         """Take in what has come, and run a step. With nothing to run, `wait` for something. Returns False after the last round."""
         try:
             while not self._inbox.empty() or (wait and self._idle and self.refusal is None):
-                self._inbox.get()()
+                self._come()()
             if self.refusal is None or (self._draining and not self._idle):
                 if not self._idle:
                     self._step()
@@ -181,8 +185,23 @@ class EngineThread:
         self._end(refusal)
         return False
 
+    def _come(self) -> Callable[[], None]:
+        """What comes in next. While nothing does, KV is written to the disk, if the engine has a folder for it."""
+        seconds, flushed = IDLE_SECONDS, runtime_of(self.state).disk is None
+        while not flushed:
+            try:
+                return self._inbox.get(timeout=seconds)
+            except Empty:
+                seconds, flushed = BETWEEN_SECONDS, True
+                with suppress(NanoVLLMError):  # a call outside of this thread may have taken the state
+                    flushed = flush_kv(self.state, max_bytes=FLUSHED)
+        return self._inbox.get()
+
     def _end(self, refusal: NanoVLLMError) -> None:
-        """Tell all who wait."""
+        """Tell all who wait, after KV was written to the disk if the engine has a folder for it and has not failed."""
+        if runtime_of(self.state).disk is not None and not isinstance(refusal, EngineDeadError):
+            with suppress(NanoVLLMError):
+                flush_kv(self.state)
         self.refusal, self.ended = refusal, True
         while not self._inbox.empty():
             self._inbox.get()()

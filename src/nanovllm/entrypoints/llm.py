@@ -13,6 +13,7 @@ from immutables import Map
 
 from nanovllm.chunks.offload import relieved, with_room_for
 from nanovllm.chunks.score import Continuation, score
+from nanovllm.engine.disk_pages import flush_kv
 from nanovllm.engine.donation import enter
 from nanovllm.engine.failures import request_error
 from nanovllm.engine.init_state import init_state
@@ -88,6 +89,8 @@ class LLM:
         fp8_activations: bool = False,
         kv_dtype: Literal["fp8"] | None = None,
         host_kv_gib: int | float = 0,
+        kv_dir: str | os.PathLike[str] | None = None,
+        kv_dir_gib: int | float = 16,
         tensor_parallel_size: int = 1,
         devices: Seq[torch.device | str] | None = None,
         rank_timeout: int | float = 60.0,
@@ -123,6 +126,8 @@ class LLM:
             fp8_activations: Whether steps of many tokens with FP8 weights round activations, too, as in `load_model`: faster, less exact.
             kv_dtype: `"fp8"`: keys and values as codes of 8 bits, with a scale for each token and head. None: the model's dtype.
             host_kv_gib: GiB of host memory for KV whose pages are needed for other requests, as in `init_state`. 0: none.
+            kv_dir: A folder for KV that outlives the engine, as in `init_state`; `close` writes to it what is not there yet. None: none.
+            kv_dir_gib: The size limit of the files in `kv_dir`, in GiB.
             tensor_parallel_size: The number of ranks that run the model together, each on a GPU of its own. The others are processes that
                 this one starts. They end with `close`, with the object and its states, or with the program.
             devices: The device of each rank. None: the first GPUs that torch sees, or the CPU for all if `device` is the CPU.
@@ -158,6 +163,8 @@ class LLM:
             "tuning": tuning,
             "kv_dtype": kv_dtype,
             "host_kv_gib": host_kv_gib,
+            "kv_dir": kv_dir,
+            "kv_dir_gib": kv_dir_gib,
         }
         if isinstance(model, Model) and any(value not in (None, False) for value in (device, dtype, *where.values())):
             raise InvalidRequestError(f"model is already loaded: pass device, dtype, {', '.join(where)} to load_model")
@@ -202,12 +209,16 @@ class LLM:
         return f"LLM({self.model!r}, {self._state!r})"
 
     def close(self) -> None:
-        """End the other ranks of an engine that has some; further calls raise `EngineDeadError`. Otherwise nothing happens.
+        """Write KV that is not on disk yet to `kv_dir`, if the engine has one, and end its other ranks, if it has some.
+
+        After the end of the other ranks, further calls raise `EngineDeadError`. An engine on one device stays usable.
 
         Examples:
             >>> llm = nv.LLM(model, num_pages=64)
             >>> llm.close()
         """
+        if runtime_of(self._state).disk is not None:
+            flush_kv(self._state)
         if (mirror := runtime_of(self._state).mirror) is not None:
             mirror.close()
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from nanovllm.executor.decode_carry import DecodeCarry
+from nanovllm.executor.kv_disk import DiskTier
 from nanovllm.executor.kv_offload import HostMemory
 from nanovllm.executor.mirror import Mirror
 from nanovllm.executor.row_processing import CarriedRow, carried_rows
@@ -215,6 +216,7 @@ class Runtime:
         matchers: Where running replies stand in their grammars.
         mirror: What repeats the calls on other ranks; None: there are none, or each makes them by itself.
         host: The KV of pages in host memory; None: there is none.
+        disk: The KV of pages in files; None: there is none.
     """
 
     lease: Lease
@@ -223,6 +225,7 @@ class Runtime:
     matchers: Matchers = field(default_factory=Matchers)
     mirror: Mirror | None = None
     host: HostMemory | None = None
+    disk: DiskTier | None = None
 
 
 def runtime_of(state: EngineState) -> Runtime:

@@ -63,6 +63,10 @@ class Copies(Protocol):
         """Let the host wait for all copies."""
         ...
 
+    def wait(self, mark: Any) -> None:
+        """Let the calling thread wait for a mark of this stream."""
+        ...
+
 
 class CopiesAtOnce:
     """Copies of a CPU, which have ended when they return."""
@@ -84,6 +88,9 @@ class CopiesAtOnce:
         """Wait for nothing."""
 
     def synchronize(self) -> None:
+        """Wait for nothing."""
+
+    def wait(self, mark: None) -> None:
         """Wait for nothing."""
 
 
@@ -117,6 +124,10 @@ class CopyStream:
     def synchronize(self) -> None:
         """Let the host wait for all copies."""
         self._stream.synchronize()
+
+    def wait(self, mark: Any) -> None:
+        """Let the calling thread wait for a mark of this stream."""
+        mark.synchronize()
 
 
 @dataclass(slots=True, eq=False)
@@ -182,6 +193,24 @@ class HostMemory:
         """Let the host wait until all copies have ended."""
         self._outward.synchronize()
         self._inward.synchronize()
+
+    @property
+    def num_pages(self) -> int:
+        """The number of host pages."""
+        return len(self.images)
+
+    def marks(self) -> tuple[Any, Any]:
+        """The point after all copies so far, for `wait`."""
+        return self._outward.mark(), self._inward.mark()
+
+    def wait(self, marks: tuple[Any, Any]) -> None:
+        """Let the calling thread, which may be any, wait until all copies before `marks` have ended."""
+        self._outward.wait(marks[0])
+        self._inward.wait(marks[1])
+
+    def view(self, at: int) -> memoryview:
+        """The bytes of a host page, to be read or written."""
+        return as_bytes(self.images)[at].view(-1).view(torch.uint8).numpy().data
 
     def _store_until(self, pool: Tensor, out: Seq[tuple[int, int]], stored: int, count: int) -> int:
         """Copy pages out, stage by stage, until at least `count` are. Returns how many are; `stored` are already."""

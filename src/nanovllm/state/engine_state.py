@@ -38,6 +38,7 @@ class Stats:
         memory_shortages: How many times a step ran out of device memory.
         offloaded_tokens: Tokens whose KV was copied to host memory.
         loaded_tokens: Tokens whose KV was copied from host memory. Those of them that a prompt needed are in `reused_tokens` too.
+        read_tokens: Tokens whose KV was read from the disk into host memory.
 
     Examples:
         >>> state, chunk = nv.prefill(model, state, "Once upon a time")
@@ -55,6 +56,7 @@ class Stats:
     memory_shortages: int = 0
     offloaded_tokens: int = 0
     loaded_tokens: int = 0
+    read_tokens: int = 0
 
     def add(self, **more: int) -> "Stats":
         """Return the counts with some of them increased.

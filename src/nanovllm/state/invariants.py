@@ -205,11 +205,16 @@ def check_host(host: HostPages) -> None:
     _require(len(by_key) == len(key_of), "host pages", f"{len(by_key)} prefixes lead to {len(key_of)} host pages")
     wrong = [at for key, at in by_key.items() if key_of.get(at) != key]
     _require(not wrong, "host pages", f"host pages {wrong[:8]} are found by a prefix that is not theirs")
+    kept = {at for moved in host.moved.values() for at in moved.pages}
+    reading = {} if host.disk is None else dict(host.disk.reading)
+    both = sorted((key_of.keys() | kept) & reading.keys())
+    _require(not both, "host pages", f"host pages {both[:8]} are used and read")
+    twice = [key.hex()[:8] for key, count in Counter(reading.values()).items() if count > 1]
+    _require(not twice, "host pages", f"prefixes {twice[:8]} are read twice")
     _require(not host.held, "moved chunks", f"host pages {host.held[:8]} are held after the call that gave them up")
-    owners = Counter(list(key_of))
+    owners = Counter([*key_of, *reading])
     owners.update(at for moved in host.moved.values() for at in moved.pages)
     _check_pages(host.used, owners)
-    kept = {at for moved in host.moved.values() for at in moved.pages}
     listed, ages = host.ages.pages(), host.ages
     _require(len(listed) == len(set(listed)) == ages.count, "host order", f"{ages.count} host pages counted, {listed[:8]} listed")
     _require(

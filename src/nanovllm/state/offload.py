@@ -15,6 +15,7 @@ from immutables import Map
 
 from nanovllm.state import lru
 from nanovllm.state import pages as page_ops
+from nanovllm.state.disk_reads import DiskReads
 from nanovllm.state.lru import Ages, init_ages
 from nanovllm.state.pages import PageState, init_pages
 from nanovllm.state.prefix_keys import keys_from
@@ -81,6 +82,7 @@ class HostPages:
         moves: The copies that the plan under construction needs. None: no plan is made, and evicted pages are not kept.
         moved: The live chunks in host memory, by `liveness`; see `moved_chunks.py`.
         held: Host pages that the call gave up, each as often as it had them. They keep their content until its commit.
+        disk: The host pages that are being read from the disk; each has one owner and no key. None: nothing is kept on disk.
     """
 
     page_bytes: int
@@ -92,6 +94,7 @@ class HostPages:
     moves: Moves | None = None
     moved: Map[int, Moved] = field(default_factory=Map)
     held: tuple[int, ...] = ()
+    disk: DiskReads | None = None
 
     def __repr__(self) -> str:
         return f"HostPages({self.used.num_used} of {self.used.num_pages} host pages used)"
@@ -195,7 +198,17 @@ def settled(host: HostPages) -> tuple[HostPages, Moves]:
 
 def forget(host: HostPages, lost: Iterable[int]) -> HostPages:
     """Take host pages whose content was lost out of the index."""
+    if host.disk is not None and (read := [at for at in lost if at in host.disk.reading]):
+        reading = host.disk.reading
+        for at in read:
+            reading = reading.delete(at)
+        host = replace(host, used=page_ops.release(host.used, _array(read)), disk=replace(host.disk, reading=reading))
     return _dropped(host, [at for at in lost if at in host.key_of])
+
+
+def make_room(host: HostPages, count: int) -> HostPages:
+    """The host pages of which `count` are free, or as many as can be: those that were used least recently lose their keys."""
+    return replaced(host, count - host.used.num_free)
 
 
 def replaced(host: HostPages, count: int) -> HostPages:

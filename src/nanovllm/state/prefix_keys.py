@@ -13,6 +13,7 @@ import numpy as np
 from nanovllm.state.prefix_cache import ROOT, PrefixIndex
 
 KEY_BYTES = 32
+PARTLY = b"+"  # at the end of the key of a page that is partly filled
 
 
 def keys_from(tokens: np.ndarray, start: int, page_size: int, namespace: int = 0) -> Iterator[bytes]:
@@ -32,10 +33,15 @@ def keys_from(tokens: np.ndarray, start: int, page_size: int, namespace: int = 0
 
 
 def key_of(tokens: np.ndarray, namespace: int = 0) -> bytes:
-    """The key of the last page of some tokens, int32, which it need not fill."""
+    """The key of the last page of some tokens, int32, which they do not fill."""
     hashed = _hash_of(namespace)
     hashed.update(tokens.tobytes())
-    return hashed.digest()
+    return hashed.digest() + PARTLY
+
+
+def is_full(key: bytes) -> bool:
+    """Whether a key is that of a full page, which any request with this prefix can use."""
+    return len(key) == KEY_BYTES
 
 
 def keys_of(index: PrefixIndex, pages: np.ndarray) -> list[bytes]:

@@ -18,6 +18,7 @@ Examples:
 from nanovllm.testing.draws import Draws
 from nanovllm.testing.machines.cascade import CascadeChunkMachine, CascadeMachine
 from nanovllm.testing.machines.chunks import ChunkMachine, ModelChunkMachine
+from nanovllm.testing.machines.disk import DiskMachine
 from nanovllm.testing.machines.engine import EngineMachine
 from nanovllm.testing.machines.failures import FailureMachine
 from nanovllm.testing.machines.frames import FrameMachine
@@ -34,6 +35,7 @@ __all__ = [
     "CascadeChunkMachine",
     "CascadeMachine",
     "ChunkMachine",
+    "DiskMachine",
     "Draws",
     "EngineMachine",
     "FailureMachine",

@@ -216,6 +216,38 @@ def test_kept_chunks_are_those_of_the_next_server(served: Any, tmp_path: Path, n
     assert server.end() == 0 and not server.errors
 
 
+@pytest.mark.parametrize("killed", [True, False])
+def test_the_next_server_has_the_kv_and_the_named_chunks_of_one_that_was_killed(served: Any, tmp_path: Path, killed: bool):
+    options = ("--host-kv-gib", "0.1", "--kv-dir", str(tmp_path / "kv"), "--kv-dir-gib", "1")
+    asked = GREEDY | {"prompt": "Once upon a time, there was a cat. " * 120}  # so long that reading pays on any disk
+    server = served(*options).ready()
+    assert server.post({"name": "kept", "text": "Once upon"}, "/v1/chunks").status == 200
+    reply = json.loads(server.post(asked).read())
+    num_pages = reply["usage"]["prompt_tokens"] // 16
+    if killed:
+        server.wait(lambda: len([*tmp_path.rglob("*.kv")]) >= num_pages and [*tmp_path.rglob("*.name")])  # it has had nothing to do
+        pids = server.children()
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        server.process.kill()
+        server.end()
+        assert gone(pids)
+    else:
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end() == 0 and not server.errors
+    server = served(*options).ready()
+    assert server.get("/v1/chunks/kept") == 200
+    again = json.loads(server.post(asked).read())
+    assert again["choices"] == reply["choices"]
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 16 * (num_pages - 1)
+    connection = server.connect()
+    connection.request("GET", "/metrics")
+    metrics = connection.getresponse().read().decode()
+    assert f'nanovllm_disk_read_tokens_total{{model_name="tiny"}} {16 * num_pages}.0' in metrics
+    server.process.send_signal(signal.SIGTERM)
+    assert server.end() == 0 and not server.errors
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("second", [False, True])
 def test_requests_that_do_not_end_in_time_are_told_so(served: Any, second: bool):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from nanovllm.chunks.compose import MODES
 from nanovllm.chunks.handles import release
 from nanovllm.chunks.thinking import Retain, check_retain
+from nanovllm.engine.disk_pages import flush_kv
 from nanovllm.engine.requests import capacity
 from nanovllm.entrypoints.arguments import add_model_options, add_ranks, add_sampling_options, engine_limits, freeze_if_alone, sampling
 from nanovllm.entrypoints.cli.chat_loop import RETAIN, talk
@@ -55,7 +56,10 @@ def run(
 ) -> int:
     """The interactive program: read messages from stdin until its end or `/exit`. Returns the exit code."""
     check_retain(model, "all" if retain == "recompute" else retain)
-    return talk(_LocalTalk(model, state, params, system, thinking, retain))
+    local = _LocalTalk(model, state, params, system, thinking, retain)
+    code = talk(local)
+    local.end()
+    return code
 
 
 class _LocalTalk:
@@ -75,6 +79,10 @@ class _LocalTalk:
     def say(self, text: str) -> None:
         with noted_interrupts(every=True):  # a Ctrl-C between the turn's end and this assignment would lose the state
             self._state, self._conversation, self._figures = _show_turn(self._model, self._state, self._conversation, text, self._params)
+
+    def end(self) -> None:
+        """Write the KV of the conversation to the disk, if the engine has a folder for it."""
+        flush_kv(self._state)
 
     def reset(self) -> None:
         if self._conversation.chunk is not None:

@@ -73,6 +73,7 @@ def run_generate(options: argparse.Namespace) -> int:
             told = {"prompt": text, "text": output.text, "finish_reason": output.finish_reason}
             print(json.dumps(told | ({} if output.error is None else {"error": str(output.error)}), ensure_ascii=False))
         _note_cut(outputs, params)
+        llm.close()
         return 0 if all(output.error is None for output in outputs) else 2
     prompt = _as_prompt(llm, texts[0], options)
     styled = is_terminal(sys.stdout)
@@ -86,6 +87,7 @@ def run_generate(options: argparse.Namespace) -> int:
         print(shown, end="", flush=bool(shown))
         output = piece.output
     print(view.end(), flush=True)
+    llm.close()
     if output is not None:
         _note_cut([output], params)
     if styled and output is not None:

@@ -64,7 +64,8 @@ def run(options: argparse.Namespace) -> int:
     shows_demo = options.text is None and not options.load
     num_pages = options.num_pages if options.num_pages is not None else DEMO_PAGES if shows_demo else NUM_PAGES
     limits = {"num_frames": options.num_frames, "max_model_len": options.max_model_len, "kv_dtype": options.kv_dtype}
-    state = init_state(model, num_pages=num_pages, host_kv_gib=options.host_kv_gib, **limits, compile=False)
+    kept = {"host_kv_gib": options.host_kv_gib, "kv_dir": options.kv_dir, "kv_dir_gib": options.kv_dir_gib}
+    state = init_state(model, num_pages=num_pages, **kept, **limits, compile=False)
     if shows_demo:
         state, names = demonstration(model, state)
     else:

@@ -118,8 +118,8 @@ def run(options: argparse.Namespace) -> int:
         max_waiting_tokens=options.max_waiting_tokens,
         stream_interval=options.stream_interval,
         metrics_names=options.metrics_names,
-        chunk_dir=options.chunk_dir,
-        keep_chunks=options.keep_chunks,
+        chunk_dir=chunk_folder(options),
+        keep_chunks=options.keep_chunks or options.kv_dir is not None,
         max_chunks=options.max_chunks,
         chunk_share=options.chunk_share,
         tool_parser=options.tool_parser,
@@ -139,9 +139,31 @@ def run(options: argparse.Namespace) -> int:
         "device": options.device,
         "dtype": options.dtype,
         "max_num_seqs": options.max_num_seqs,
+        "kv_dir": None if options.kv_dir is None else kv_folder(options.kv_dir, settings.api_keys),
     }
     supervisor = Supervisor(settings, model, limits, workers=options.workers, restart=not options.no_restart)
     return supervisor.run(lambda line: print(line, flush=True))
+
+
+def chunk_folder(options: argparse.Namespace) -> Path | None:
+    """The folder of chunk files: that of `--chunk-dir`, or one in `--kv-dir`, which is made.
+
+    Raises:
+        InvalidRequestError: It cannot be made.
+    """
+    if options.kv_dir is None or options.chunk_dir is not None:
+        return options.chunk_dir
+    folder = options.kv_dir / "chunks"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidRequestError(f"--kv-dir {options.kv_dir} cannot be used: {error.strerror or error}") from error
+    return folder
+
+
+def kv_folder(folder: Path, keys: tuple[bytes, ...]) -> Path:
+    """The folder of pages. Namespaces are numbers of keys, so that servers with other keys must not share pages."""
+    return folder / f"keys-{hashlib.sha256(b''.join(keys)).hexdigest()[:16]}" if keys else folder
 
 
 def runs_on_cpu(device: str | None) -> bool:

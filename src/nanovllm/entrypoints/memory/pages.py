@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from nanovllm.executor.kv_disk import DiskCounts
 from nanovllm.state.chunk import EXACT, Provenance
 
 Kind = Literal["chunk", "running", "waiting", "kept", "session"]
@@ -118,6 +119,29 @@ class FrameReport:
         return self.num_held - self.num_needed
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskReport:
+    """The KV on disk of an engine with `kv_dir`.
+
+    Attributes:
+        num_pages: Pages of this model that the engine knows.
+        num_bytes: The bytes of all pages in the folder, those of other models included.
+        max_bytes: The limit of `num_bytes`.
+        counts: What was read and written since the engine was made.
+
+    Examples:
+        >>> kept = nv.init_state(model, num_pages=64, host_kv_gib=0.01, kv_dir="kv", kv_dir_gib=1)
+        >>> report = nv.memory(kept).disk
+        >>> report.num_pages, report.max_bytes, report.counts.pages_read
+        (0, 1073741824, 0)
+    """
+
+    num_pages: int
+    num_bytes: int
+    max_bytes: int
+    counts: DiskCounts
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class PageFigures:
     """The pages of an engine's pool by owner, without the dummy page: the figures that `MemoryReport` draws.
@@ -136,6 +160,7 @@ class PageFigures:
         frames: The frames, if the model has sliding-window layers.
         num_host_pages: Pages of host memory.
         num_host_used: Pages of host memory that have KV.
+        disk: The KV on disk. None: there is none.
     """
 
     page_size: int
@@ -148,6 +173,7 @@ class PageFigures:
     frames: FrameReport | None = None
     num_host_pages: int = 0
     num_host_used: int = 0
+    disk: DiskReport | None = None
 
     @property
     def num_pages(self) -> int:

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from nanovllm.engine.donation import enter, require_live
-from nanovllm.entrypoints.memory.pages import FrameReport, Kind, PageFigures, PageOwner
+from nanovllm.entrypoints.memory.pages import DiskReport, FrameReport, Kind, PageFigures, PageOwner
 from nanovllm.entrypoints.memory.svg import draw as draw_svg
 from nanovllm.entrypoints.memory.text import draw as draw_text
 from nanovllm.entrypoints.memory.tree import idle_paths, tree
 from nanovllm.errors import InvalidRequestError
+from nanovllm.executor.executor import Runtime
 from nanovllm.sampling.keywords import explain_unknown_keywords
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.engine_state import EngineState
@@ -35,6 +36,7 @@ class MemoryReport(PageFigures):
         frames: The frames, if the model has sliding-window layers.
         num_host_pages: Pages of host memory; 0 without the option `host_kv_gib`.
         num_host_used: Pages of host memory that have KV.
+        disk: The KV on disk. None: the engine was made without `kv_dir`.
 
     Examples:
         >>> state, facts = nv.prefill(model, state, "The king of Aistonia is Oswin.")
@@ -134,7 +136,16 @@ def memory(state: EngineState, *, names: Mapping[str, Chunk | int] | None = None
         frames=_frames(state, sum(map(bool, page_owners))),
         num_host_pages=0 if (host := state.pool.host) is None else host.num_pages,
         num_host_used=0 if host is None else host.used.num_used,
+        disk=_disk(state),
     )
+
+
+def _disk(state: EngineState) -> DiskReport | None:
+    """The figures of KV on disk."""
+    if not isinstance(state.runtime, Runtime) or (disk := state.runtime.disk) is None:
+        return None
+    folder = disk.folder
+    return DiskReport(num_pages=len(folder), num_bytes=folder.size, max_bytes=folder.max_bytes, counts=disk.counts)
 
 
 Draft = tuple[Chunk | Sequence, Kind, int]  # an owner, what it is, and its number

@@ -147,6 +147,13 @@ def figures(report: PageFigures) -> list[str]:
     if report.num_host_pages:
         host = f"{report.num_host_used:,} of {_count(report.num_host_pages, 'page')} of host memory used"
         lines.append(f"{host} ({size(report.num_host_used * report.page_bytes)})")
+    if (disk := report.disk) is not None:
+        counts = disk.counts
+        failed = f"{counts.pages_damaged:,} damaged, {counts.errors:,} errors"
+        lines.append(
+            f"{_count(disk.num_pages, 'page')} on disk; all take {size(disk.num_bytes)} of {size(disk.max_bytes)}; "
+            f"{counts.pages_written:,} written, {counts.pages_read:,} read, {failed}"
+        )
     if (frames := report.frames) is not None:
         what = f"{_count(frames.num_frames, 'frame')} for layers with windows, {size(frames.frame_bytes)} each"
         use = f"{frames.num_needed:,} needed, {frames.num_spare:,} spare, {frames.num_free:,} free"

@@ -20,11 +20,12 @@ import numpy as np
 from nanovllm.chunks.handles import release
 from nanovllm.chunks.offload import relieved
 from nanovllm.engine.constrained import compile_grammar
+from nanovllm.engine.disk_pages import flush_kv
 from nanovllm.engine.failures import as_value
 from nanovllm.engine.requests import cancel, capacity, submit_many
 from nanovllm.engine.step import step
 from nanovllm.entrypoints.server import engine_calls, saved_chunks
-from nanovllm.entrypoints.server.chunk_calls import kept, load_marked, save_kept
+from nanovllm.entrypoints.server.chunk_calls import kept, load_marked, save, save_kept
 from nanovllm.entrypoints.server.chunk_pages import explained, moved_away, require_pages, saved
 from nanovllm.entrypoints.server.engine_metrics import EngineMetrics, Timeline
 from nanovllm.entrypoints.server.held import Held
@@ -63,6 +64,8 @@ MOST_LOOKS = 32  # lists and deletions of chunk files
 MOST_COMPILED = 256  # requests whose grammars are being compiled
 MOST_KNOWN = 64  # sampling options, and grammars, that are kept for further requests
 LOOK_SECONDS = 1.0  # between two looks at the other ranks of an engine that has nothing to do
+IDLE_SECONDS = 0.05  # without requests, after which KV and chunks are written to the disk, and between two pieces of them
+FLUSHED = 16 << 20  # bytes of a piece
 GATHER_SECONDS = 0.004  # that the first of several requests waits for the others, at most
 QUIET_SECONDS = 0.001  # in which one of them must come
 
@@ -119,6 +122,8 @@ class EngineLoop:
         self._ended = False
         self._mirror = runtime_of(state).mirror
         self._rest = None if self._mirror is None else LOOK_SECONDS  # for which it may sleep while there is nothing to do
+        self._on_disk = runtime_of(state).disk is not None  # whether KV and named chunks are written when there is nothing to do
+        self._unwritten, self._asked_to_save = self._on_disk, set[tuple[str, str, int]]()
 
     def load_chunks(self, *, again: bool) -> None:
         """Make the chunk folder ready, and, if the engine is started `again` or chunks are kept, load the chunks that the one before it had
@@ -146,7 +151,9 @@ class EngineLoop:
         try:
             while not self._ended:
                 idle = not (self.state.running or self.state.waiting)
-                self._look(self._rest if idle and not (self._files.waits or self._folders.waits or self._grammars.waits) else 0.0)
+                rests = idle and not (self._files.waits or self._folders.waits or self._grammars.waits)
+                if not self._look((IDLE_SECONDS if self._unwritten else self._rest) if rests else 0.0) and rests and self._unwritten:
+                    self._unwritten = not self._write_some()
                 if self._mirror is not None:
                     self._mirror.require_alive()
                 self._turn(self._grammars)
@@ -165,6 +172,27 @@ class EngineLoop:
             raise
         finally:
             self.close()
+
+    def _write_some(self) -> bool:
+        """Write some of the KV and the named chunks that a crash would lose. Returns whether all is written, or being written."""
+        for space, named in self.named.spaces.items():
+            for name, found in named.items():
+                if (asked := (space, name, found.chunk.liveness)) in self._asked_to_save:
+                    continue
+                self._asked_to_save.add(asked)
+                if not self.named.limits.kept or saved_chunks.is_marked(saved_chunks.path_of(self.named.limits, space, name), name):
+                    continue
+                try:
+                    held, later = save(self._held(), space=space, name=name)
+                except EngineDeadError:
+                    raise
+                except NanoVLLMError as error:
+                    _tell_of_failure(error)
+                    continue
+                self._hold(held)
+                self._files.begin(later, _tell_of_failure)
+                return False
+        return flush_kv(self.state, max_bytes=FLUSHED)
 
     def _turn(self, beside: SideThread) -> None:
         """Do one thing that a thread beside this one waits for, if it does."""
@@ -306,6 +334,8 @@ class EngineLoop:
         return Held(model=self.model, state=self.state, named=self.named, metrics=self.metrics)
 
     def _hold(self, held: Held) -> None:
+        if held.named is not self.named:
+            self._unwritten = self._on_disk
         self.state, self.named = held.state, held.named
 
     def _answer(self, peer: Peer, number: int, value: Any) -> None:
@@ -436,6 +466,7 @@ class EngineLoop:
             self._send(peer, Failure(numbers, type(told).__name__, str(as_value(told))))
 
     def _step(self) -> None:
+        self._unwritten = self._on_disk
         if self.named.composed and not self.state.pool.num_available:
             self.state, self.named = without_compositions(self.state, self.named)
         self.state = relieved(self.state, saved(self.named))
@@ -495,6 +526,12 @@ class EngineLoop:
                 print(f"nanovllm: {told}", file=sys.stderr, flush=True)
                 self._drop(peer)
         self._spoken_to.clear()
+
+
+def _tell_of_failure(value: Any) -> None:
+    """Tell of a chunk that could not be saved while nothing else was to be done. It is tried again at the end."""
+    if isinstance(value, NanoVLLMError):
+        print(f"nanovllm: a chunk was not saved: {value}", file=sys.stderr, flush=True)
 
 
 def kept_value(values: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from nanovllm.executor.executor import runtime_of
+from nanovllm.executor.kv_disk import DiskCounts
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.request import Queue, RequestOutput
 
@@ -192,8 +194,23 @@ class EngineMetrics:
             "memory_shortages": stats.memory_shortages,
             "offloaded_tokens": stats.offloaded_tokens,
             "loaded_tokens": stats.loaded_tokens,
+            "read_tokens": stats.read_tokens,
+            **disk_figures(state),
             "steps": state.num_steps,
             "finished": dict(self.finished),
             "histograms": {name: (one.counts.tolist(), one.sum) for name, one in self.histograms.items()},
             "http": [[*key, *value] for key, value in self.http.items()],
         }
+
+
+def disk_figures(state: EngineState) -> dict[str, int]:
+    """The figures of KV on disk; all are 0 without `kv_dir`."""
+    disk = runtime_of(state).disk
+    counts = DiskCounts() if disk is None else disk.counts
+    return {
+        "disk_bytes": 0 if disk is None else disk.folder.size,
+        "disk_bytes_written": counts.bytes_written,
+        "disk_bytes_read": counts.bytes_read,
+        "disk_pages_damaged": counts.pages_damaged,
+        "disk_errors": counts.errors,
+    }

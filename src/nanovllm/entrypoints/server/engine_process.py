@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+from nanovllm.engine.disk_pages import flush_kv
 from nanovllm.entrypoints.async_llm import STEP_MS
 from nanovllm.entrypoints.llm import LLM
 from nanovllm.entrypoints.process import freeze
@@ -60,6 +61,7 @@ def run_engine(
         os.write(ready, READY)
         loop.run()
         loop.save_chunks()
+        flush_kv(loop.state)
     except EngineDeadError as error:
         print(f"nanovllm: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return DEAD

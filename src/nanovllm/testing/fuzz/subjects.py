@@ -16,6 +16,7 @@ from nanovllm.testing.fuzz.hunt import Machine
 from nanovllm.testing.fuzz.program import Import
 from nanovllm.testing.machines.cascade import CascadeChunkMachine, CascadeMachine
 from nanovllm.testing.machines.chunks import ChunkMachine, ModelChunkMachine
+from nanovllm.testing.machines.disk import DiskMachine
 from nanovllm.testing.machines.engine import EngineMachine
 from nanovllm.testing.machines.engine_holder import EngineHolder
 from nanovllm.testing.machines.failures import FailureMachine
@@ -40,6 +41,7 @@ MACHINES: Mapping[str, Machine] = MappingProxyType(
         "failures": FailureMachine,
         "host-memory": HostMemoryMachine,
         "host-chunks": HostChunkMachine,
+        "disk": DiskMachine,
         "chunks": ChunkMachine,
         "model-chunks": ModelChunkMachine,
         "cascade": CascadeMachine,

@@ -46,6 +46,10 @@ class LateCopies:
         """Make all copies."""
         self.hold_engine(self.mark())
 
+    def wait(self, mark: Any) -> None:
+        """Make the copies before a mark."""
+        self.hold_engine(mark)
+
 
 class FlakyHostMemory(HostMemory):
     """Host memory with two streams of `LateCopies`, whose moves are device calls of a `FlakyExecutor`, so that they may fail."""

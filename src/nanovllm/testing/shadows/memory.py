@@ -56,8 +56,9 @@ def freeze(value: Any) -> Any:
         case HostPages():
             ages = tuple(value.ages.pages()), tuple(value.ages.since.copy().tolist())
             moves = value.moves and (frozenset(value.moves.out.items()), value.moves.into)
+            disk = value.disk and (frozenset(value.disk.reading.items()), frozenset(value.disk.waits.items()), value.disk.now)
             keys = frozenset(value.by_key.items()), frozenset(value.key_of.items())
-            return freeze(value.used), *keys, ages, moves, frozenset(value.moved.items()), value.held
+            return freeze(value.used), *keys, ages, moves, frozenset(value.moved.items()), value.held, disk
         case Frames():
             spare = value.spare
             arrays = tuple(tuple(a.copy().tolist()) for a in (value.frame_of, value.needs, spare.since))

@@ -1,0 +1,172 @@
+"""Pages on disk in the life of a request: looked for while it waits, and read before it runs; and what is written in the end.
+
+Reads end at any time, which is a fact from outside, as the time is. It enters the engine's state at the beginning of a step
+(`look_ahead`), and the plan of the step is a function of the state alone. A request whose pages are being read waits, and others go first.
+It waits no longer than running these tokens would take. Then it goes on with the pages that have come, and runs the other tokens.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from nanovllm.engine.donation import enter
+from nanovllm.engine.draft import Draft, id_of
+from nanovllm.executor.executor import runtime_of
+from nanovllm.executor.kv_disk import DiskTier
+from nanovllm.state import disk_pages
+from nanovllm.state import pool as pools
+from nanovllm.state.engine_state import EngineState
+from nanovllm.state.pool import Pool, Taken
+from nanovllm.state.prefix_keys import keys_from, keys_of
+from nanovllm.state.request import Sequence
+
+NEXT = 4  # waiting requests whose pages are read ahead
+LONGEST_WAIT = 0.005  # seconds that a step with nothing else to do waits for a read
+FLUSHED = 16 << 20  # bytes that are copied from the device at once
+
+
+def look_ahead(state: EngineState, taken: Taken) -> EngineState:
+    """The state at the beginning of a step: with the pages whose reads have ended, and with reads for the requests that are next.
+
+    Args:
+        state: The state of an engine that keeps KV on disk.
+        taken: Gets the host pages that are written. If the call fails, the old state does not trust them.
+    """
+    disk, host = runtime_of(state).disk, state.pool.host
+    if disk is None or host is None or host.disk is None:
+        return state
+    disk.hold(bool(state.running or state.waiting))
+    ended, waits = disk.take(host.disk.reading), host.disk.waits
+    known = disk.looked_at[0] is state.waiting and disk.looked_at[1] is waits
+    fresh = [] if known else [sequence for sequence in _next(state) if id_of(sequence) not in waits]
+    disk.looked_at = state.waiting, waits
+    if not (ended or fresh or host.disk.reading):
+        return state  # the same pool, so that decode steps need no schedule
+    state = _with(state, disk, ended)
+    host = state.pool.host
+    for sequence in fresh:
+        assert host is not None
+        keys, num_tokens = _on_disk(replace(state.pool, host=host), disk, sequence, state.config.page_size)
+        host, pairs = disk_pages.read_ahead(host, id_of(sequence), keys, num_tokens, state.config.page_size)
+        taken.host_pages.extend(at for at, _ in pairs)
+        disk.read(pairs)
+    state = replace(state, pool=replace(state.pool, host=host))
+    if host is not None and host.disk is not None:
+        disk.looked_at = state.waiting, host.disk.waits
+    if not state.running and _all_wait(state):
+        assert host is not None and host.disk is not None
+        disk.wait(LONGEST_WAIT)
+        state = _with(state, disk, disk.take(host.disk.reading))
+    return state
+
+
+def with_reads_ended(state: EngineState) -> EngineState:
+    """The state after all reads have ended, for which this waits. Their host pages may then be replaced."""
+    disk, host = runtime_of(state).disk, state.pool.host
+    if disk is None or host is None or host.disk is None or not host.disk.reading:
+        return state
+    disk.end_reads()
+    return _with(state, disk, disk.take(host.disk.reading))
+
+
+def set_reading_apart(draft: Draft) -> None:
+    """Take the requests out of the queue that wait for reads, so that others need not wait for them."""
+    host = draft.pool.host
+    if host is None or host.disk is None or not host.disk.reading:
+        return
+    for request_id in host.disk.waits:
+        if host.disk.holds(request_id) and (sequence := draft.waiting.items.get(request_id)) is not None:
+            draft.reading.append(sequence)
+            draft.waiting = draft.waiting.pop(request_id)
+
+
+def flush_kv(state: EngineState, *, max_bytes: int | None = None) -> bool:
+    """Write the KV that an engine with `kv_dir` would otherwise lose at its end: that of the prefix index, and that of host memory.
+
+    Does not donate `state`. The option `kv_dir` says where the KV goes. KV that is on disk already is not written again. A server calls
+    this when it is idle and at its end, and `LLM.close` does; a program that makes its own states calls it.
+
+    Args:
+        state: The newest state of the engine. It stays usable.
+        max_bytes: How many bytes of KV to copy from the device at most; the rest is for later calls. The writes then go on after the call.
+            None: all, and the call waits until they are written.
+
+    Returns:
+        Whether all KV is on disk or is being written. True for an engine without `kv_dir`. What could not be written, because the disk is
+        full for example, counts as written; `nv.memory(state)` tells about it.
+
+    Raises:
+        InvalidRequestError: `state` is not an `EngineState`.
+        DonatedStateError: `state` was donated to a later call.
+
+    Examples:
+        >>> kept = nv.init_state(model, num_pages=64, host_kv_gib=0.01, kv_dir="kv")
+        >>> kept, chunk = nv.prefill(model, kept, "The king of Aistonia is Oswin. The queen is Mira.")
+        >>> nv.flush_kv(kept)
+        True
+        >>> nv.memory(kept).disk.num_pages
+        1
+    """
+    state = enter(state)
+    disk, host, index = runtime_of(state).disk, state.pool.host, state.pool.prefix
+    if disk is None or host is None:
+        return True
+    disk.hold(False)
+    if disk.todo[0] is not index:
+        disk.keep([(at, key) for at, key in disk_pages.lasting(host, host.key_of) if not disk.has(key)])
+        idle = index.idle_pages()
+        pages = np.array([*(set(index.pages()) - set(idle)), *idle[::-1]], np.int32)  # those first that are evicted last
+        keys = keys_of(index, pages) if len(pages) else []
+        missing = [(key, page) for key, page in zip(keys, pages.tolist(), strict=True) if not disk.has(key) and key not in host.by_key]
+        disk.todo = index, missing
+    page_bytes, left = host.page_bytes, disk.todo[1]
+    most = len(left) if max_bytes is None else max(1, max_bytes // page_bytes)
+    while left and most > 0 and (max_bytes is None or disk.num_queued * page_bytes < FLUSHED):
+        part = left[: min(most, max(1, FLUSHED // page_bytes))]
+        del left[: len(part)]
+        most -= len(part)
+        disk.keep_images([key for key, _ in part], state.kv, [page for _, page in part])
+        if max_bytes is None:
+            disk.drain()
+    if max_bytes is None:
+        disk.drain()
+    return not left
+
+
+def _with(state: EngineState, disk: DiskTier, ended: list[tuple[int, bool]]) -> EngineState:
+    """The state at the time of the disk's clock, after some reads have ended."""
+    host = state.pool.host
+    assert host is not None
+    host = disk_pages.timed(disk_pages.arrived(host, ended), disk.clock(), state.waiting.items)
+    read = sum(whole for _, whole in ended) * state.config.page_size
+    return replace(state, pool=replace(state.pool, host=host), stats=state.stats.add(read_tokens=read) if read else state.stats)
+
+
+def _next(state: EngineState) -> list[Sequence]:
+    """The waiting requests that come first."""
+    found, waiting = list[Sequence](), state.waiting
+    while len(found) < NEXT and (sequence := waiting.first()) is not None:
+        found.append(sequence)
+        waiting = waiting.pop(id_of(sequence))
+    return found
+
+
+def _on_disk(pool: Pool, disk: DiskTier, sequence: Sequence, size: int) -> tuple[list[bytes], int]:
+    """The keys of the pages with which a request can go on after those on the device, and how many of its tokens they save."""
+    host, tokens, namespace = pool.host, sequence.tokens.array(), sequence.request.namespace
+    assert host is not None and host.disk is not None
+    start = max(len(pools.match(pool, tokens, namespace)), sequence.num_filled // size)
+    if sequence.num_filled % size or sequence.num_exact < sequence.num_filled:
+        return [], 0
+    coming, keys = {*host.disk.reading.values()}, list[bytes]()
+    for key in keys_from(tokens, start, size, namespace):
+        if not (key in host.by_key or key in coming or disk.folder.look(key)):
+            break
+        keys.append(key)
+    return keys, len(tokens) - 1 - start * size  # the last token runs in any case
+
+
+def _all_wait(state: EngineState) -> bool:
+    """Whether all requests wait for reads."""
+    disk = None if state.pool.host is None else state.pool.host.disk
+    return disk is not None and len(state.waiting) > 0 and all(disk.holds(request_id) for request_id in state.waiting.items)

@@ -1,0 +1,87 @@
+"""KV on disk: whether an engine can have it, where its files are, and how fast they are read."""
+
+import math
+import os
+import reprlib
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from nanovllm.errors import InvalidRequestError
+from nanovllm.executor.kv_disk import READERS, DiskTier
+from nanovllm.executor.kv_offload import HostMemory
+from nanovllm.executor.page_folder import PageFolder
+from nanovllm.files import as_path
+from nanovllm.models.model import Model
+from nanovllm.ops.kv_cache.fp8 import FP8
+from nanovllm.state.disk_reads import DiskReads
+from nanovllm.state.offload import HostPages
+
+PAGES, RATES = "pages", "rates.json"
+KEYS = "blake2b-256 of namespace and tokens"  # how `state/prefix_keys.py` makes the names of files
+SLOWEST = 1e6  # bytes per second, if reads cannot be measured
+MEASURED = 64 << 20  # bytes that are read for the measurement, at most 16 pages
+
+
+def require_kv_dir(model: Model, kv_dir: Any, kv_dir_gib: Any, num_host_pages: int) -> Path | None:
+    """The folder for the KV of an engine; None if it keeps none on disk.
+
+    Raises:
+        InvalidRequestError: The options are invalid, or the model cannot have KV on disk.
+    """
+    number = isinstance(kv_dir_gib, int | float) and not isinstance(kv_dir_gib, bool)
+    if not number or not 0 < kv_dir_gib < math.inf:
+        raise InvalidRequestError(f"kv_dir_gib={reprlib.repr(kv_dir_gib)} must be a number of GiB above 0")
+    if kv_dir is None:
+        return None
+    if not isinstance(kv_dir, str | os.PathLike):
+        raise InvalidRequestError(f"kv_dir={reprlib.repr(kv_dir)} must be the name of a folder, or None")
+    if not num_host_pages:
+        raise InvalidRequestError(f"kv_dir={os.fspath(kv_dir)!r} needs host memory, through which KV goes to the disk: set host_kv_gib too")
+    if model.config.widest_window:
+        raise InvalidRequestError(f"kv_dir: {model.name} has sliding-window layers, whose KV cannot go to the disk")
+    if model.config.mesh is not None:
+        raise InvalidRequestError("kv_dir with a model on several ranks is not supported: leave one of the two out")
+    return as_path(kv_dir)
+
+
+def add_disk(
+    model: Model, folder: Path, kv_dir_gib: float, page_size: int, memory: HostMemory, host: HostPages
+) -> tuple[DiskTier, HostPages]:
+    """Open the files of an engine without requests. How fast they are read is measured once for a folder and a model, and kept there.
+
+    Raises:
+        InvalidRequestError: The folder cannot be made or read.
+    """
+    images, config = memory.images, model.config
+    identity = {
+        "keys": KEYS,
+        "fingerprint": model.fingerprint,
+        "dtype": str(model.dtype),
+        "kv_dtype": str(images.dtype),
+        "fp8": images.dtype == FP8,
+        "image": [*images.shape[1:]],
+        "page_size": page_size,
+        "rope": {name: value if isinstance(value, int | float | str) else repr(value) for name, value in asdict(config.rope).items()},
+        "places": repr(config.places),
+    }
+    try:
+        files = PageFolder(folder / PAGES, int(kv_dir_gib * 2**30), host.page_bytes, identity)
+    except OSError as error:
+        raise InvalidRequestError(f"kv_dir={str(folder)!r} cannot be used: {error.strerror or error}") from error
+    return DiskTier(files, memory), replace(host, disk=DiskReads(bytes_per_second=_read_rate(files), now=time.perf_counter()))
+
+
+def _read_rate(files: PageFolder) -> float:
+    """How many bytes are read per second: as noted before, or as measured now."""
+    noted = files.about(RATES)
+    if isinstance(noted, int | float) and not isinstance(noted, bool) and 0 < noted < math.inf:
+        return float(noted)
+    try:
+        room = (files.max_bytes - files.size) // (2 * files.page_bytes)  # so that no page is deleted for it
+        rate = files.measure(count, READERS) if (count := min(16, MEASURED // files.page_bytes, room)) > 0 else SLOWEST
+        files.note(RATES, rate)
+    except OSError:
+        return SLOWEST
+    return rate

@@ -1,0 +1,98 @@
+"""`Threads`: threads that work off jobs in the order in which they were given, and can be told to wait while the engine is busy."""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+Job = Callable[[], None]
+
+
+@runtime_checkable
+class Workers(Protocol):
+    """Who runs jobs beside the engine. Jobs raise no exceptions."""
+
+    def submit(self, job: Job) -> None:
+        """Run a job later."""
+        ...
+
+    def hold(self, held: bool) -> None:
+        """Tell whether jobs should wait, because the engine is busy."""
+        ...
+
+    def drain(self) -> None:
+        """Run all jobs, and return when they have ended."""
+        ...
+
+    def close(self) -> None:
+        """Give up the jobs that have not begun, and run no others."""
+        ...
+
+
+class Threads:
+    """Daemon threads. They start with the first job, and end with the program wherever they are: a job must be safe to lose.
+
+    Args:
+        count: How many threads.
+        name: Their name.
+        most_held: How many jobs may wait while the threads are told to wait. If there are more, they run all the same.
+    """
+
+    def __init__(self, count: int, name: str, most_held: int = 0) -> None:
+        self._count, self._name, self._most_held = count, name, most_held
+        self._changed = threading.Condition()
+        self._jobs = deque[Job]()
+        self._active = self._started = 0
+        self._held = self._closed = self._draining = False
+
+    def submit(self, job: Job) -> None:
+        """Run a job in a thread."""
+        with self._changed:
+            if self._closed:
+                return
+            self._jobs.append(job)
+            if self._started < min(self._count, self._active + len(self._jobs)):
+                self._started += 1
+                threading.Thread(target=self._run, name=self._name, daemon=True).start()
+            self._changed.notify_all()
+
+    def hold(self, held: bool) -> None:
+        """Tell whether jobs should wait."""
+        if held is not self._held:
+            with self._changed:
+                self._held = held
+                self._changed.notify_all()
+
+    def drain(self) -> None:
+        """Return when all jobs have ended. Those that wait run now."""
+        with self._changed:
+            self._draining = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._closed or not (self._jobs or self._active))
+            self._draining = False
+
+    def close(self) -> None:
+        """Give up the jobs that have not begun. A job that runs is not waited for."""
+        with self._changed:
+            self._closed = True
+            self._jobs.clear()
+            self._changed.notify_all()
+
+    def _may_run(self) -> bool:
+        return self._closed or (bool(self._jobs) and (not self._held or self._draining or len(self._jobs) > self._most_held))
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._may_run)
+                if self._closed:
+                    return
+                job = self._jobs.popleft()
+                self._active += 1
+            try:
+                job()
+            finally:
+                del job
+                with self._changed:
+                    self._active -= 1
+                    self._changed.notify_all()

@@ -1,0 +1,40 @@
+"""`DiskReads`: which host pages are being filled from the disk, and which requests wait for them. Persistent."""
+
+from dataclasses import dataclass, field
+
+from immutables import Map
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """What a waiting request waits for.
+
+    Attributes:
+        until: When it waits no longer, in seconds of a monotonic clock.
+        pages: The host pages that it waits for. Empty: none was worth reading.
+    """
+
+    until: float
+    pages: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DiskReads:
+    """The reads of an engine that keeps KV on disk.
+
+    Attributes:
+        bytes_per_second: How fast pages are read, as measured.
+        reading: By host page the key of the prefix whose page is being read into it.
+        waits: By request what it waits for. Requests that were not looked up yet are not in it.
+        now: The time of the newest step, in seconds of a monotonic clock.
+    """
+
+    bytes_per_second: float
+    reading: Map[int, bytes] = field(default_factory=Map)
+    waits: Map[int, Wait] = field(default_factory=Map)
+    now: float = 0.0
+
+    def holds(self, request_id: int) -> bool:
+        """Whether a request waits for a page that is still being read."""
+        wait = self.waits.get(request_id)
+        return wait is not None and self.now < wait.until and any(at in self.reading for at in wait.pages)

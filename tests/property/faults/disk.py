@@ -1,0 +1,160 @@
+"""Planted faults in KV that is kept on disk."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from nanovllm.executor import kv_disk, page_file
+from nanovllm.executor.kv_disk import DiskTier
+from nanovllm.executor.page_folder import PageFolder
+from nanovllm.state import disk_pages, offload
+from nanovllm.state import pages as page_ops
+from nanovllm.testing.machines.disk import DiskMachine
+from nanovllm.testing.shadows.late_disk import LateWorkers
+from tests.property.faults.engine import Fault
+
+
+def _trusts_changed_files(digest):
+    return lambda head, image: bytes(32)
+
+
+def _writes_pages_that_were_replaced(write):
+    return lambda tier, key, image, used, is_valid: write(tier, key, image, used, None)
+
+
+def _does_not_note_what_is_replaced(overwriting):
+    return lambda tier, pages: None
+
+
+def _takes_every_read_for_whole(arrived):
+    return lambda host, ended: arrived(host, [(at, True) for at, _ in ended])
+
+
+def _does_not_wait_for_the_reads_of_a_failed_call(take):
+    def faulty(tier, reading):
+        readers, tier._readers = tier._readers, LateWorkers()
+        try:
+            return take(tier, reading)
+        finally:
+            tier._readers = readers
+
+    return faulty
+
+
+def _forgets_reads_after_a_failure_without_freeing(forget):
+    def faulty(host, lost):
+        lost = [*lost]
+        if host.disk is not None:
+            reading = host.disk.reading
+            for at in lost:
+                reading = reading.delete(at) if at in reading else reading
+            host = replace(host, disk=replace(host.disk, reading=reading))
+        return forget(host, lost)
+
+    return faulty
+
+
+def _gives_away_pages_that_are_being_read(read_ahead):
+    def faulty(host, *arguments):
+        after, pairs = read_ahead(host, *arguments)
+        return replace(after, used=page_ops.release(after.used, np.array([at for at, _ in pairs], np.int32))), pairs
+
+    return faulty
+
+
+def _mixes_up_what_is_read(arrived):
+    def faulty(host, ended):
+        if host.disk is None or len(ended) < 2:
+            return arrived(host, ended)
+        pages, reading = [at for at, _ in ended], host.disk.reading
+        for at, other in zip(pages, pages[::-1], strict=True):
+            reading = reading.set(at, host.disk.reading[other])
+        return arrived(replace(host, disk=replace(host.disk, reading=reading)), ended)
+
+    return faulty
+
+
+def _mixes_up_what_is_written(keep):
+    def faulty(tier, pairs):
+        pairs = [*pairs]
+        return keep(tier, [(at, key) for (at, _), (_, key) in zip(pairs, pairs[::-1], strict=True)])
+
+    return faulty
+
+
+def _flushes_other_pages(images_of):
+    return lambda kv, pages: images_of(kv, [*pages[1:], pages[0]])
+
+
+def _keeps_all_files(shrunk):
+    return lambda folder, files, limit: folder._seen(files)
+
+
+def _counts_a_page_that_came_twice(arrived):
+    def faulty(host, ended):
+        after = arrived(host, ended)
+        lost = [at for at, whole in ended if not whole]
+        return replace(after, used=page_ops.retain(host.used, np.array(lost, np.int32))) if lost else after
+
+    return faulty
+
+
+DISK_FAULTS: tuple[Fault, ...] = (
+    Fault(name="disk: a changed file is trusted", machine=DiskMachine, targets=((page_file, "_digest"),), faulty=_trusts_changed_files),
+    Fault(
+        name="disk: a host page is written after it was replaced",
+        machine=DiskMachine,
+        targets=((DiskTier, "_write"),),
+        faulty=_writes_pages_that_were_replaced,
+    ),
+    Fault(
+        name="disk: replacing a host page is not noted",
+        machine=DiskMachine,
+        targets=((DiskTier, "overwriting"),),
+        faulty=_does_not_note_what_is_replaced,
+    ),
+    Fault(
+        name="disk: a read that failed counts as whole",
+        machine=DiskMachine,
+        targets=((disk_pages, "arrived"),),
+        faulty=_takes_every_read_for_whole,
+    ),
+    Fault(
+        name="disk: reads of a failed call go on",
+        machine=DiskMachine,
+        targets=((DiskTier, "take"),),
+        faulty=_does_not_wait_for_the_reads_of_a_failed_call,
+    ),
+    Fault(
+        name="disk: pages of lost reads stay used",
+        machine=DiskMachine,
+        targets=((offload, "forget"),),
+        faulty=_forgets_reads_after_a_failure_without_freeing,
+    ),
+    Fault(
+        name="disk: a host page is free while it is read",
+        machine=DiskMachine,
+        targets=((disk_pages, "read_ahead"),),
+        faulty=_gives_away_pages_that_are_being_read,
+    ),
+    Fault(
+        name="disk: reads get each other's keys",
+        machine=DiskMachine,
+        targets=((disk_pages, "arrived"),),
+        faulty=_mixes_up_what_is_read,
+    ),
+    Fault(
+        name="disk: files get each other's keys",
+        machine=DiskMachine,
+        targets=((DiskTier, "keep"),),
+        faulty=_mixes_up_what_is_written,
+    ),
+    Fault(name="disk: other pages are flushed", machine=DiskMachine, targets=((kv_disk, "_images_of"),), faulty=_flushes_other_pages),
+    Fault(name="disk: old files stay", machine=DiskMachine, targets=((PageFolder, "_shrunk"),), faulty=_keeps_all_files),
+    Fault(
+        name="disk: a page that did not come stays used",
+        machine=DiskMachine,
+        targets=((disk_pages, "arrived"),),
+        faulty=_counts_a_page_that_came_twice,
+    ),
+)
