@@ -1436,8 +1436,8 @@ MUTANTS: tuple[Mutant, ...] = (
     *bugs(
         "entrypoints/arguments.py",
         ARGUMENTS,
-        ("--memory-fraction is dropped", '"max_model_len", "memory_fraction", "max_step_ms"', '"max_model_len", "max_step_ms"'),
-        ("--max-step-ms is dropped", '"memory_fraction", "max_step_ms", "tuning"', '"memory_fraction", "tuning"'),
+        ("--memory-fraction is dropped", '"max_model_len", "memory_fraction")', '"max_model_len")'),
+        ("--max-step-ms is dropped", '*names, "max_step_ms", "tuning"', '*names, "tuning"'),
         ("--tuning is dropped", '"max_step_ms", "tuning", "kv_dtype")', '"max_step_ms", "kv_dtype")'),
         ("--kv-dtype is dropped", '"tuning", "kv_dtype")', '"tuning")'),
         ("--eager is dropped", '"compile": False if options.eager else None', '"compile": None'),

@@ -138,6 +138,12 @@ def test_a_residual_is_added_to_the_rounded_sum(dtype: torch.dtype) -> None:
     problem = experts_problem(5, 2, 4, 32, 16, dtype)
     residual = torch.randn_like(problem[0])
     assert torch.equal(experts(*problem, residual=residual), residual + experts(*problem))
+
+
+@pytest.mark.unhooked
+def test_a_residual_of_another_shape_or_dtype_is_refused() -> None:
+    problem = experts_problem(5, 2, 4, 32, 16, torch.float32)
+    residual = torch.randn_like(problem[0])
     for wrong in (residual[:4], residual.double()):
         with pytest.raises(ExpertsMismatchError, match="residual"):
             experts(*problem, residual=wrong)
