@@ -219,6 +219,28 @@ MUTANTS: tuple[Mutant, ...] = (
         ("copies out count as copies in", "loaded_tokens=into * size", "loaded_tokens=out * size"),
     ),
     *bugs(
+        "engine/host_copies.py",
+        ("tests/engine/test_disk_chunks.py",),
+        ("what leaves the device is not written", "disk.keep(lasting(host, moves.out))", "pass"),
+    ),
+    *bugs(
+        "executor/kv_disk.py",
+        ("tests/engine/test_disk_chunks.py",),
+        ("reads of failed calls go on", "any(at in self._under_way for at in pages)", "False"),
+    ),
+    *bugs(
+        "state/disk_pages.py",
+        ("tests/engine/test_disk_chunks.py",),
+        ("last pages are written", "is not None and is_full(key)", "is not None"),
+        ("reads replace what a chunk has", "for at in there if host.used.refcount(at) == 1]", "for at in there]"),
+        ("reads take the room of chunks", "host.used.num_free + host.ages.count - len(idle))", "host.num_pages - len(there))"),
+    ),
+    *bugs(
+        "chunks/offload.py",
+        ("tests/engine/test_disk_chunks.py",),
+        ("chunks do not wait for reads", "state = with_reads_ended(state)", "pass"),
+    ),
+    *bugs(
         "engine/host_pages.py",
         ("tests/engine/test_host_memory.py",),
         ("namespaces share host memory", "find(host, tokens, held, size, namespace)", "find(host, tokens, held, size)"),
@@ -1440,6 +1462,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("--max-step-ms is dropped", '*names, "max_step_ms", "tuning"', '*names, "tuning"'),
         ("--tuning is dropped", '"max_step_ms", "tuning", "kv_dtype")', '"max_step_ms", "kv_dtype")'),
         ("--kv-dtype is dropped", '"tuning", "kv_dtype")', '"tuning")'),
+        ("--kv-dir is dropped", '"host_kv_gib", "kv_dir", "kv_dir_gib"', '"host_kv_gib", "kv_dir_gib"'),
         ("--eager is dropped", '"compile": False if options.eager else None', '"compile": None'),
         ("--revision is dropped", '"revision": options.revision', '"revision": None'),
     ),

@@ -29,7 +29,8 @@ def offload(state: EngineState, chunk: Chunk) -> EngineState:
 
     Donates `state`. The chunk stays the same: the next call that needs its KV copies it back first. `fork`, `truncate`, `release` and
     `save_chunk` do not need that. A chunk that is in host memory already stays there. Pages that other chunks or requests share stay on
-    the device for them. Exact KV of equal prefixes is kept once.
+    the device for them. Exact KV of equal prefixes is kept once. If host memory has too few pages because KV is being read from the disk,
+    the call waits for it.
 
     Args:
         state: The newest state of an engine with the option `host_kv_gib`.

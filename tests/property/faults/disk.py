@@ -7,7 +7,7 @@ import numpy as np
 from nanovllm.executor import kv_disk, page_file
 from nanovllm.executor.kv_disk import DiskTier
 from nanovllm.executor.page_folder import PageFolder
-from nanovllm.state import disk_pages, offload
+from nanovllm.state import disk_pages, lru, offload
 from nanovllm.state import pages as page_ops
 from nanovllm.testing.machines.disk import DiskMachine
 from nanovllm.testing.shadows.late_disk import LateWorkers
@@ -30,11 +30,11 @@ def _takes_every_read_for_whole(arrived):
     return lambda host, ended: arrived(host, [(at, True) for at, _ in ended])
 
 
-def _does_not_wait_for_the_reads_of_a_failed_call(take):
-    def faulty(tier, reading):
+def _does_not_wait_for_the_reads_of_a_failed_call(function):
+    def faulty(tier, pages):
         readers, tier._readers = tier._readers, LateWorkers()
         try:
-            return take(tier, reading)
+            return function(tier, pages)
         finally:
             tier._readers = readers
 
@@ -99,6 +99,15 @@ def _counts_a_page_that_came_twice(arrived):
     return faulty
 
 
+def _lets_reads_replace_chunks(read_ahead):
+    def faulty(host, request_id, keys, *arguments):
+        after, pairs = read_ahead(host, request_id, keys, *arguments)
+        kept = np.array([at for key in keys if (at := after.by_key.get(key)) is not None and after.used.refcount(at) > 1], np.int32)
+        return replace(after, ages=lru.add(lru.remove(after.ages, kept), kept)), pairs
+
+    return faulty
+
+
 DISK_FAULTS: tuple[Fault, ...] = (
     Fault(name="disk: a changed file is trusted", machine=DiskMachine, targets=((page_file, "_digest"),), faulty=_trusts_changed_files),
     Fault(
@@ -122,7 +131,7 @@ DISK_FAULTS: tuple[Fault, ...] = (
     Fault(
         name="disk: reads of a failed call go on",
         machine=DiskMachine,
-        targets=((DiskTier, "take"),),
+        targets=((DiskTier, "take"), (DiskTier, "overwriting")),
         faulty=_does_not_wait_for_the_reads_of_a_failed_call,
     ),
     Fault(
@@ -156,5 +165,23 @@ DISK_FAULTS: tuple[Fault, ...] = (
         machine=DiskMachine,
         targets=((disk_pages, "arrived"),),
         faulty=_counts_a_page_that_came_twice,
+    ),
+    Fault(
+        name="disk: a chunk gets pages into which a failed call reads",
+        machine=DiskMachine,
+        targets=((DiskTier, "overwriting"),),
+        faulty=_does_not_wait_for_the_reads_of_a_failed_call,
+    ),
+    Fault(
+        name="disk: reads replace pages of chunks",
+        machine=DiskMachine,
+        targets=((disk_pages, "read_ahead"),),
+        faulty=_lets_reads_replace_chunks,
+    ),
+    Fault(
+        name="disk: last pages of preempted requests are written",
+        machine=DiskMachine,
+        targets=((disk_pages, "is_full"),),
+        faulty=lambda is_full: lambda key: True,
     ),
 )

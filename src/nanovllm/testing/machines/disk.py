@@ -20,7 +20,7 @@ from nanovllm.state.disk_reads import DiskReads
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.kv_cache import bytes_per_page
 from nanovllm.state.offload import init_host
-from nanovllm.state.prefix_keys import keys_of
+from nanovllm.state.prefix_keys import is_full, keys_of
 from nanovllm.testing.machines.host_memory import ALWAYS, HostMemoryMachine
 from nanovllm.testing.shadows.late_copies import FlakyHostMemory
 from nanovllm.testing.shadows.late_disk import FlakyFolder, LateDiskTier
@@ -33,8 +33,9 @@ class DiskMachine(HostMemoryMachine):
     """`HostMemoryMachine` for an engine that also has a folder for 1 to 16 pages, from which it reads whatever it finds there.
 
     Reads and writes end late. Files are changed, cut and deleted, and the disk is full or broken for a while. The disk tier forgets what it
-    was doing and starts again, as after a crash, and other engines share the folder. The content of each whole file is compared with that
-    of the page it was written from. Replies must equal those of a request alone in an engine without host memory and disk.
+    was doing and starts again, as after a crash, and other engines share the folder. Chunks are moved to host memory, also while reads of
+    a failed call go on. The content of each whole file is compared with that of the page it was written from. Replies must equal those of
+    a request alone in an engine without host memory and disk.
 
     Attributes:
         world: The engine and model under test, with their oracle: a `World`. The default is `SymbolicWorld()`.
@@ -126,6 +127,8 @@ class DiskMachine(HostMemoryMachine):
             self._executor.arm(0, late=damaged)
         self.step(1)
         self._executor.disarm()
+        if fails and self.state.chunks:
+            self.offload(data, 1)
         if cancelled:
             self._observe()
             for rid in sorted({*self.pending} - before):
@@ -210,6 +213,7 @@ class DiskMachine(HostMemoryMachine):
         """Compare the content of each whole file with that of the page it was written from, and the size of all with the limit."""
         folder, size = self._disk.folder, 0
         for key, path in self._stored().items():
+            expect(is_full(key), f"file {path} has a page that is partly filled")
             size += path.stat().st_size
             image = bytearray(folder.page_bytes)
             try:
