@@ -9,9 +9,10 @@ from torch import Tensor
 from nanovllm.entrypoints.cli.bench.graph_timer import captured
 from nanovllm.ops import experts, route
 from nanovllm.ops.backends import dependent_launch, shared_memory
-from nanovllm.ops.elementwise.norm_rope import ACTS
+from nanovllm.ops.elementwise.norm_rope import ACTS, rms_norm
 from nanovllm.ops.moe import triton_experts
 from nanovllm.ops.moe.experts import _few_tile, _grouped_tiles, every_expert, tiles_of
+from nanovllm.ops.moe.route import norm_route
 from nanovllm.ops.moe.tiles import FewTiles
 from nanovllm.testing.problems import experts_problem, routed
 
@@ -153,3 +154,30 @@ def test_what_is_no_number_is_routed_to_some_expert() -> None:
     logits[1, :3] = torch.tensor([float("inf"), float("-inf"), 1.0])
     chosen, _ = route(logits, None, 6, True)
     assert ((chosen >= 0) & (chosen < 60)).all()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16, 17])
+@pytest.mark.parametrize("wide", [(BF16, BF16), (torch.float32, BF16), (BF16, torch.float32), (torch.float32, torch.float32)])
+@pytest.mark.parametrize("sizes", [QWEN, MIXTRAL, ERNIE])
+def test_norm_route_as_its_steps(sizes: tuple[int, ...], wide: tuple[torch.dtype, torch.dtype], rows: int) -> None:
+    k, num, width = sizes[:3]
+    torch.manual_seed(rows)
+    x, gain = torch.randn(rows, width, device=CUDA).to(BF16), (torch.rand(width, device=CUDA) + 0.5).to(wide[0])
+    router = (torch.randn(num, width, device=CUDA) / width**0.5).to(wide[1])
+    h, chosen, weights = norm_route(x, gain, router, None, 1e-6, k, True)
+    want = rms_norm(x, gain, 1e-6)
+    torch.testing.assert_close(h, want, rtol=2**-7, atol=1e-6)
+    shares = (h.double() @ router.double().T).softmax(-1)
+    assert chosen.dtype == torch.int32 and all(len(set(row)) == k for row in chosen.tolist())
+    least = shares.gather(1, chosen.long()).amin(1)
+    others = shares.scatter(1, chosen.long(), 0.0).amax(1)
+    assert (others <= least * (1 + 2e-2)).all()  # logits are rounded to the router's dtype before the choice
+    mine = shares.gather(1, chosen.long())
+    torch.testing.assert_close(weights.double(), mine / mine.sum(1, keepdim=True), rtol=5e-2, atol=1e-3)
+
+
+def test_a_residual_is_added_to_the_rounded_sum() -> None:
+    for tokens in (1, 5, 70):
+        problem = experts_problem(tokens, *QWEN, BF16, "cuda")
+        residual = torch.randn_like(problem[0])
+        torch.testing.assert_close(experts(*problem, residual=residual), residual + experts(*problem), rtol=0, atol=0)

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from tools.tiny_model.text.cases import MEASURES, Case, Prompter, final_answer, judge, loops, story_prompts
 from tools.tiny_model.text.grammar import Rng
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "src/nanovllm/assets/tiny"
 Generate = Callable[[Sequence[str], int], list[str]]
 

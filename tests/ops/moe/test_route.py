@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.ops import route
+from nanovllm.ops.elementwise.norm_rope import rms_norm
 from nanovllm.ops.moe.route import norm_route
 
 
@@ -120,3 +121,17 @@ def test_the_kernel_of_norm_and_router_interpreted(rows: int, width: int, expert
     h, logits = triton_route.norm_router(x, gain, router, 1e-6, False)
     torch.testing.assert_close(h, want.float())
     torch.testing.assert_close(logits, (want @ router.double().T).float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("router", [torch.bfloat16, torch.float32])
+def test_the_kernel_of_norm_and_router_with_wide_weights_interpreted(router: torch.dtype) -> None:
+    """A float32 norm weight and router beside bfloat16 inputs, as some models have."""
+    from nanovllm.ops.moe import triton_route
+
+    x, gain, weight, _ = normed(2, 264, 33, False)
+    want = rms_norm(x.bfloat16(), gain, 1e-6)
+    h, logits = triton_route.norm_router(x.bfloat16(), gain, weight.to(router), 1e-6, False)
+    torch.testing.assert_close(h, want, rtol=2**-7, atol=1e-3)
+    assert logits.dtype == router
+    torch.testing.assert_close(logits.double(), h.double() @ weight.to(router).double().T, rtol=2**-7, atol=2**-7)

@@ -13,7 +13,7 @@ launch n + 2 into the place of launch n on B, which must be empty by then.
 
 Both points need that a launch stores nothing before the launch of the same program before it has ended. Launches of a stream do so. With
 programmatic dependent launch a program waits (`gdc_wait`) before it reads its turn. That is a wait for the end of the kernel before it,
-which has waited for the one before, and so on: every kernel that may begin early waits in each of its programs.
+which has waited for the one before, and so on: of every kernel that may begin early at least one program waits.
 
 The turn is a number in device memory that only its program reads and writes. So nothing depends on how many launches a captured graph
 has, on the order in which graphs are replayed, or on other forms of sums between them. All that counts is that all ranks make the same
@@ -145,7 +145,7 @@ def pushed(y: Tensor, x: Tensor | None, shared: Shared, pdl: bool) -> Tensor:
     """The sum of the ranks' tensors, plus a residual if given, in float32, rounded once.
 
     Args:
-        y: This rank's tensor, contiguous, of at most `PIECES // size` bytes.
+        y: This rank's tensor, contiguous, of at most `PIECES // (PIECE * size)` pieces of `PIECE` bytes.
         x: The residual, of the same shape, or None.
         shared: The memory that the ranks share.
         pdl: Whether the launch may begin before the one before it has ended.
