@@ -164,7 +164,7 @@ def _indexes_approximate_pages(indexed):
 
 
 def _takes_any_tail_for_the_same(key_of):
-    return lambda tokens, namespace=0: key_of(tokens[: len(tokens) - 1], namespace)
+    return lambda tokens, namespace=0: key_of(tokens[: len(tokens) - 1], namespace).removesuffix(prefix_keys.PARTLY)
 
 
 HOST_FAULTS: tuple[Fault, ...] = (
