@@ -252,6 +252,22 @@ def test_a_full_disk_is_counted_and_left_alone_for_a_while(tmp_path: Path, monke
     assert not [*tmp_path.rglob("*.tmp")]
 
 
+def test_what_a_full_disk_did_not_take_is_written_by_a_later_flush_of_the_same_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    state = engine(tmp_path)
+    state, _ = reply(state, prompt(0))
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        assert flush_kv(state)
+    disk = runtime_of(state).disk
+    assert len(disk.folder) == 0
+    disk.clock = lambda: 1e9
+    assert flush_kv(state) and len(disk.folder) == 6
+
+
 def test_a_folder_that_vanishes_is_counted(tmp_path: Path):
     import shutil
 
