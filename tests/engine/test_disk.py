@@ -406,6 +406,22 @@ def test_the_memory_report_tells_of_the_disk(tmp_path: Path):
     assert report.disk.counts.pages_read == 5 and "6 pages on disk" in report.text()
 
 
+def test_a_page_whose_host_page_was_overwritten_before_it_was_written_is_written_from_elsewhere(tmp_path: Path):
+    state = engine(tmp_path)
+    tier, key = late(state), bytes(32)
+    tier.keep([(3, key)])
+    assert tier.has(key)
+    tier.overwriting([3])
+    assert not tier.has(key), "nothing will write it"
+    tier.keep([(7, key)])
+    tier.keep([(5, key)])
+    assert tier.has(key) and len(tier.writes.jobs) == 2
+    tier.writes.run(1)
+    assert tier.has(key) and tier.num_queued == 1 and key not in tier.folder
+    tier.writes.run(1)
+    assert key in tier.folder and tier.num_queued == 0 and tier.counts.pages_dropped == 1
+
+
 def test_reads_are_bounded_by_half_of_host_memory_and_share_pages():
     host = replace(init_host(8, 64, ALWAYS), disk=DiskReads(bytes_per_second=1e15))
     keys = [bytes([number]) * 32 for number in range(9)]
