@@ -451,6 +451,32 @@ def test_threads_wait_while_they_are_held_and_lose_their_jobs_at_the_end():
     assert 9 not in done
 
 
+def test_threads_are_held_again_after_a_drain_that_was_interrupted(monkeypatch: pytest.MonkeyPatch):
+    done, begun, gate, workers = list[int](), threading.Event(), threading.Event(), Threads(1, "test", most_held=8)
+
+    def job() -> None:
+        begun.set()
+        gate.wait(10)
+
+    workers.submit(job)
+    assert begun.wait(10)  # so that only this thread is interrupted
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Condition, "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            workers.drain()
+    workers.hold(True)
+    gate.set()
+    workers.submit(lambda: done.append(1))
+    time.sleep(0.1)
+    assert not done
+    workers.drain()
+    assert done == [1]
+
+
 def test_a_tier_that_nobody_has_ends_its_threads(tmp_path: Path):
     import gc
     import weakref
