@@ -252,6 +252,22 @@ def test_a_full_disk_is_counted_and_left_alone_for_a_while(tmp_path: Path, monke
     assert not [*tmp_path.rglob("*.tmp")]
 
 
+def test_what_a_full_disk_did_not_take_is_written_by_a_later_flush_of_the_same_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    state = engine(tmp_path)
+    state, _ = reply(state, prompt(0))
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        assert flush_kv(state)
+    disk = runtime_of(state).disk
+    assert len(disk.folder) == 0
+    disk.clock = lambda: 1e9
+    assert flush_kv(state) and len(disk.folder) == 6
+
+
 def test_a_folder_that_vanishes_is_counted(tmp_path: Path):
     import shutil
 
@@ -362,6 +378,7 @@ def test_the_read_rate_is_measured_once_and_kept(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.unhooked  # values of wrong types
+@pytest.mark.unhooked
 def test_options_that_are_refused(tmp_path: Path):
     with pytest.raises(InvalidRequestError, match="host_kv_gib"):
         init_state(MODEL, num_pages=8, kv_dir=tmp_path)
@@ -390,6 +407,22 @@ def test_the_memory_report_tells_of_the_disk(tmp_path: Path):
     assert report.disk.counts.pages_read == 5 and "6 pages on disk" in report.text()
 
 
+def test_a_page_whose_host_page_was_overwritten_before_it_was_written_is_written_from_elsewhere(tmp_path: Path):
+    state = engine(tmp_path)
+    tier, key = late(state), bytes(32)
+    tier.keep([(3, key)])
+    assert tier.has(key)
+    tier.overwriting([3])
+    assert not tier.has(key), "nothing will write it"
+    tier.keep([(7, key)])
+    tier.keep([(5, key)])
+    assert tier.has(key) and len(tier.writes.jobs) == 2
+    tier.writes.run(1)
+    assert tier.has(key) and tier.num_queued == 1 and key not in tier.folder
+    tier.writes.run(1)
+    assert key in tier.folder and tier.num_queued == 0 and tier.counts.pages_dropped == 1
+
+
 def test_reads_are_bounded_by_half_of_host_memory_and_share_pages():
     host = replace(init_host(8, 64, ALWAYS), disk=DiskReads(bytes_per_second=1e15))
     keys = [bytes([number]) * 32 for number in range(9)]
@@ -416,6 +449,32 @@ def test_threads_wait_while_they_are_held_and_lose_their_jobs_at_the_end():
     workers.close()
     gate.set()
     assert 9 not in done
+
+
+def test_threads_are_held_again_after_a_drain_that_was_interrupted(monkeypatch: pytest.MonkeyPatch):
+    done, begun, gate, workers = list[int](), threading.Event(), threading.Event(), Threads(1, "test", most_held=8)
+
+    def job() -> None:
+        begun.set()
+        gate.wait(10)
+
+    workers.submit(job)
+    assert begun.wait(10)  # so that only this thread is interrupted
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Condition, "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            workers.drain()
+    workers.hold(True)
+    gate.set()
+    workers.submit(lambda: done.append(1))
+    time.sleep(0.1)
+    assert not done
+    workers.drain()
+    assert done == [1]
 
 
 def test_a_tier_that_nobody_has_ends_its_threads(tmp_path: Path):

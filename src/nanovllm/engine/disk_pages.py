@@ -112,7 +112,7 @@ def flush_kv(state: EngineState, *, max_bytes: int | None = None) -> bool:
     if disk is None or host is None:
         return True
     disk.hold(False)
-    if disk.todo[0] is not index:
+    if disk.todo[0] is not index or max_bytes is None:  # in the end, also what an earlier call could not write
         disk.keep([(at, key) for at, key in disk_pages.lasting(host, host.key_of) if not disk.has(key)])
         idle = index.idle_pages()
         pages = np.array([*(set(index.pages()) - set(idle)), *idle[::-1]], np.int32)  # those first that are evicted last

@@ -103,7 +103,7 @@ class DiskTier:
             int, tuple[int, bytes, bool]
         ]()  # by host page: the place of the read among all, its key, whether it has the page
         self._versions = np.zeros(memory.num_pages, np.int64)  # of the host pages
-        self._queued = set[bytes]()  # keys of pages that wait to be written
+        self._queued = dict[bytes, tuple[int, int] | None]()  # keys of pages that wait to be written, each with its host page and number
         self._num_reads, self._rests_until = 0, -1.0
         for workers in (self._readers, self._writers):
             weakref.finalize(self, workers.close)
@@ -183,13 +183,14 @@ class DiskTier:
 
     def keep(self, pairs: Iterable[tuple[int, bytes]]) -> None:
         """Write pages later that the folder does not have; `pairs` are (host page, key). The copies that fill them were begun before."""
-        fresh = [(at, key) for at, key in pairs if key not in self.folder and key not in self._queued]
+        fresh = [(at, key) for at, key in pairs if not self.has(key)]
         if not fresh:
             return
         marks, now = self._memory.marks(), time.time_ns()
-        self._queued.update(key for _, key in fresh)
         for at, key in fresh:
             version = int(self._versions[at])
+            with self._changed:
+                self._queued[key] = at, version
             self._writers.submit(partial(_run, weakref.ref(self), "_write_host_page", at, key, version, marks, now))
 
     def keep_images(self, keys: Seq[bytes], kv: KVState, pages: Seq[int]) -> None:
@@ -207,17 +208,21 @@ class DiskTier:
         except torch.OutOfMemoryError:
             self._count(errors=1)
             return
-        self._queued.update(keys)
+        with self._changed:
+            self._queued.update(dict.fromkeys(keys))
         for place, key in enumerate(keys):
-            self._writers.submit(partial(_run, weakref.ref(self), "_write", key, images[place].data, now - place, None))
+            self._writers.submit(partial(_run, weakref.ref(self), "_write", key, images[place].data, now - place))
 
     def hold(self, busy: bool) -> None:
         """Tell whether the engine has requests: then writes wait."""
         self._writers.hold(busy)
 
     def has(self, key: bytes) -> bool:
-        """Whether a page is on disk, or waits to be written."""
-        return key in self.folder or key in self._queued
+        """Whether a page is on disk, or waits to be written. A host page that was overwritten since is not written any more."""
+        if key in self.folder:
+            return True
+        source = self._queued.get(key, ())
+        return source is None or (len(source) == 2 and int(self._versions[source[0]]) == source[1])
 
     @property
     def num_queued(self) -> int:
@@ -232,11 +237,12 @@ class DiskTier:
         try:
             self._memory.wait(marks)
         except Exception:
-            self._queued.discard(key)
+            self._written(key, (at, version))
             raise
-        self._write(key, self._memory.view(at), used, lambda: int(self._versions[at]) == version)
+        self._write(key, self._memory.view(at), used, (at, version))
 
-    def _write(self, key: bytes, image: memoryview, used: int, is_valid: Callable[[], bool] | None) -> None:
+    def _write(self, key: bytes, image: memoryview, used: int, source: tuple[int, int] | None = None) -> None:
+        is_valid = None if source is None else lambda: int(self._versions[source[0]]) == source[1]
         try:
             if self.clock() < self._rests_until or (is_valid is not None and not is_valid()):
                 self._count(pages_dropped=1)
@@ -246,7 +252,13 @@ class DiskTier:
             self._rests_until = self.clock() + REST
             self._count(errors=1)
         finally:
-            self._queued.discard(key)
+            self._written(key, source)
+
+    def _written(self, key: bytes, source: tuple[int, int] | None) -> None:
+        """Note the end of a write, unless the page waits to be written from elsewhere by now."""
+        with self._changed:
+            if key in self._queued and self._queued[key] == source:
+                del self._queued[key]
 
     def _count(self, **more: int) -> None:
         with self._changed:

@@ -42,8 +42,8 @@ class Threads:
         self._count, self._name, self._most_held = count, name, most_held
         self._changed = threading.Condition()
         self._jobs = deque[Job]()
-        self._active = self._started = 0
-        self._held = self._closed = self._draining = False
+        self._active = self._started = self._num_draining = 0
+        self._held = self._closed = False
 
     def submit(self, job: Job) -> None:
         """Run a job in a thread."""
@@ -66,10 +66,12 @@ class Threads:
     def drain(self) -> None:
         """Return when all jobs have ended. Those that wait run now."""
         with self._changed:
-            self._draining = True
+            self._num_draining += 1
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._closed or not (self._jobs or self._active))
-            self._draining = False
+            try:
+                self._changed.wait_for(lambda: self._closed or not (self._jobs or self._active))
+            finally:  # after Ctrl-C too
+                self._num_draining -= 1
 
     def close(self) -> None:
         """Give up the jobs that have not begun. A job that runs is not waited for."""
@@ -79,7 +81,7 @@ class Threads:
             self._changed.notify_all()
 
     def _may_run(self) -> bool:
-        return self._closed or (bool(self._jobs) and (not self._held or self._draining or len(self._jobs) > self._most_held))
+        return self._closed or (bool(self._jobs) and (not self._held or self._num_draining > 0 or len(self._jobs) > self._most_held))
 
     def _run(self) -> None:
         while True:

@@ -1,5 +1,6 @@
 """How `nanovllm serve` starts."""
 
+import argparse
 import os
 import sys
 from pathlib import Path
@@ -8,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.entrypoints.cli.serve import SPINS, WAITING, let_threads_sleep, runs_on_cpu
+from nanovllm.entrypoints.cli.serve import SPINS, WAITING, chunk_folder, let_threads_sleep, runs_on_cpu
+from nanovllm.files import as_path
 
 
 @pytest.fixture
@@ -56,3 +58,10 @@ def test_whether_a_cpu_serves_is_found_without_cuda(
     monkeypatch.setattr(torch.version, "cuda", built)
     monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(map(Path, cards)))
     assert runs_on_cpu(None) == cpu and runs_on_cpu("cpu") and not runs_on_cpu("cuda:0")
+
+
+def test_pages_and_chunks_are_in_the_same_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    options = argparse.Namespace(kv_dir=Path("~/kv"), chunk_dir=None)
+    assert chunk_folder(options) == as_path(options.kv_dir) / "chunks" == tmp_path / "kv" / "chunks"
+    assert (tmp_path / "kv" / "chunks").is_dir()

@@ -1,9 +1,12 @@
 """A server without sockets for clients answers as one with them does, and its engine ends with it."""
 
 import asyncio
+import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,3 +107,22 @@ def test_an_engine_that_fails_is_noticed(server: LocalServer, monkeypatch: pytes
         assert head.status == 503
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_kv_on_disk_is_that_of_the_keys_and_is_written_at_the_end(tmp_path: Path) -> None:
+    options = {"device": "cpu", "num_pages": 64, "host_kv_gib": 0.01, "kv_dir": tmp_path, "kv_dir_gib": 1}
+    request = post("/v1/completions", {**ASKED, "prompt": "Once upon a time, there was a cat. " * 4})
+    found = list[set[Path]]()
+    for secret in (b"one", b"two"):
+        keyed = (*HEADERS, (b"authorization", b"Bearer " + secret))
+        made = LocalServer("tiny", Settings(api_keys=(hashlib.sha256(secret).digest(),)), options)
+
+        async def main(made: LocalServer = made, keyed: Any = keyed) -> None:
+            head, _ = await whole(made, replace(request, headers=keyed))
+            assert head.status == 200
+
+        asyncio.run(asyncio.wait_for(main(), 60))
+        made.close()
+        found.append({*tmp_path.rglob("*.kv")} - set().union(*found))
+    folders = [{path.relative_to(tmp_path).parts[0] for path in paths} for paths in found]
+    assert all(len(one) == 1 for one in folders) and folders[0] != folders[1], "a server with other keys shares no pages"

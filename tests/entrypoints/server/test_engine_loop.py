@@ -92,3 +92,8 @@ def test_options_that_come_again_are_checked_once(loop: EngineLoop, monkeypatch:
     assert len(loop._known) <= engine_loop.MOST_KNOWN
     with pytest.raises(nv.InvalidRequestError):
         loop._params({"temperature": -1.0})
+
+
+def test_chunks_that_have_gone_are_not_remembered(loop: EngineLoop):
+    loop._asked_to_save.add(("", "gone", 7))
+    assert loop._write_some() and not loop._asked_to_save

@@ -18,6 +18,7 @@ import torch
 from nanovllm.entrypoints.arguments import add_model_options, add_ranks, engine_limits, positive, rounding, source
 from nanovllm.entrypoints.server.settings import Settings
 from nanovllm.errors import InvalidRequestError
+from nanovllm.files import as_path
 from nanovllm.loading.hub import resolve_folder
 
 DESCRIPTION = """\
@@ -153,7 +154,7 @@ def chunk_folder(options: argparse.Namespace) -> Path | None:
     """
     if options.kv_dir is None or options.chunk_dir is not None:
         return options.chunk_dir
-    folder = options.kv_dir / "chunks"
+    folder = as_path(options.kv_dir) / "chunks"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from nanovllm.engine.disk_pages import flush_kv
+from nanovllm.entrypoints.cli.serve import kv_folder
 from nanovllm.entrypoints.server.app import App
 from nanovllm.entrypoints.server.engine_loop import EngineLoop
 from nanovllm.entrypoints.server.engine_process import load_llm
@@ -22,6 +24,7 @@ from nanovllm.entrypoints.server.named_chunks import chunk_limits
 from nanovllm.entrypoints.server.routes import ROUTES
 from nanovllm.entrypoints.server.settings import Settings
 from nanovllm.errors import EngineDeadError
+from nanovllm.files import as_path
 from nanovllm.sampling.compiled_grammar import prepare_grammars
 
 log = logging.getLogger("nanovllm.server")
@@ -95,6 +98,8 @@ class LocalServer:
         Raises:
             NanoVLLMError: As `LLM`, or a format of `settings` is unknown.
         """
+        if options.get("kv_dir") is not None:
+            options = {**options, "kv_dir": kv_folder(as_path(options["kv_dir"]), settings.api_keys)}
         llm = load_llm(model, options, settings.tool_parser, settings.reasoning_parser)
         self._server = load_front(settings, model, options)
         prepare_grammars(llm.model.tokenizer, llm.model.config.vocab_size, llm.model.config.eos_token_ids)
@@ -187,6 +192,7 @@ class LocalServer:
             torch.cuda.set_device(device)
         try:
             self._loop.run()
+            flush_kv(self._loop.state)
         except Exception:  # all who wait were told
             log.exception("the engine has failed")
 

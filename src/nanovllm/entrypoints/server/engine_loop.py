@@ -175,23 +175,24 @@ class EngineLoop:
 
     def _write_some(self) -> bool:
         """Write some of the KV and the named chunks that a crash would lose. Returns whether all is written, or being written."""
-        for space, named in self.named.spaces.items():
-            for name, found in named.items():
-                if (asked := (space, name, found.chunk.liveness)) in self._asked_to_save:
-                    continue
-                self._asked_to_save.add(asked)
-                if not self.named.limits.kept or saved_chunks.is_marked(saved_chunks.path_of(self.named.limits, space, name), name):
-                    continue
-                try:
-                    held, later = save(self._held(), space=space, name=name)
-                except EngineDeadError:
-                    raise
-                except NanoVLLMError as error:
-                    _tell_of_failure(error)
-                    continue
-                self._hold(held)
-                self._files.begin(later, _tell_of_failure)
-                return False
+        named = [(space, name, one.chunk.liveness) for space, found in self.named.spaces.items() for name, one in found.items()]
+        self._asked_to_save.intersection_update(named)
+        for space, name, liveness in named:
+            if (space, name, liveness) in self._asked_to_save:
+                continue
+            self._asked_to_save.add((space, name, liveness))
+            if not self.named.limits.kept or saved_chunks.is_marked(saved_chunks.path_of(self.named.limits, space, name), name):
+                continue
+            try:
+                held, later = save(self._held(), space=space, name=name)
+            except EngineDeadError:
+                raise
+            except NanoVLLMError as error:
+                _tell_of_failure(error)
+                continue
+            self._hold(held)
+            self._files.begin(later, _tell_of_failure)
+            return False
         return flush_kv(self.state, max_bytes=FLUSHED)
 
     def _turn(self, beside: SideThread) -> None:
