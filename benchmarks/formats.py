@@ -2,9 +2,9 @@
 
     python -m benchmarks.formats --output benchmarks/results/formats.json
 
-Recall is the share of right answers by greedy replies, over the cases of `tools/tiny_model/score.py` that ask for a fact of the context. The
-other figures are those of `nanovllm check --against tiny`: the relative error of the worst layer and the mean divergence of the
-probabilities (nats per token), both in float64, and the tokens of 256 that are the same.
+Recall is the share of right answers by greedy replies, over cases of `tools/tiny_model/score.py` that ask for a fact of the context. The
+other figures are those of `nanovllm check --against tiny`: the relative error of the worst layer and the mean divergence of probabilities
+(nats per token), both in float64, and the tokens of 256 that are the same.
 """
 
 import argparse
