@@ -248,6 +248,28 @@ def test_the_next_server_has_the_kv_and_the_named_chunks_of_one_that_was_killed(
     assert server.end() == 0 and not server.errors
 
 
+def test_files_that_no_client_has_asked_for_go_with_their_chunks(served: Any, tmp_path: Path):
+    def files() -> int:
+        return len([*(tmp_path / "chunks").rglob("*.safetensors")])
+
+    server = served("--host-kv-gib", "0.1", "--kv-dir", str(tmp_path), "--max-chunks", "1").ready()
+    for name in ("one", "two"):
+        assert server.post({"name": name, "text": "Once upon"}, "/v1/chunks").status == 200
+        server.wait(lambda: [*tmp_path.rglob("*.name")])
+        assert files() == 1
+        connection = server.connect()
+        connection.request("DELETE", f"/v1/chunks/{name}")
+        assert connection.getresponse().status < 300 and not files()
+    assert server.post({"name": "asked", "text": "Once upon"}, "/v1/chunks").status == 200
+    server.wait(lambda: [*tmp_path.rglob("*.name")])
+    assert server.post({}, "/v1/chunks/asked/save").status == 200
+    connection = server.connect()
+    connection.request("DELETE", "/v1/chunks/asked")
+    assert connection.getresponse().status < 300 and files() == 1, "a client has asked for this one"
+    server.process.send_signal(signal.SIGTERM)
+    assert server.end() == 0 and not server.errors
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("second", [False, True])
 def test_requests_that_do_not_end_in_time_are_told_so(served: Any, second: bool):

@@ -19,7 +19,7 @@ def _trusts_changed_files(digest):
 
 
 def _writes_pages_that_were_replaced(write):
-    return lambda tier, key, image, used, is_valid: write(tier, key, image, used, None)
+    return lambda tier, key, image, used, source=None: write(tier, key, image, used)
 
 
 def _does_not_note_what_is_replaced(overwriting):

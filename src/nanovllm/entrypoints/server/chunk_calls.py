@@ -123,9 +123,17 @@ def drop_spans(
 
 def save(held: Held, *, space: str, name: str) -> tuple[Held, Later]:
     """Write a chunk to its file, while steps run. Its pages stay until the file is complete, and count until then."""
+    held.named.get(space, name)
+    saved_chunks.disclaim(saved_chunks.path_of(held.named.limits, space, name))
+    return save_unasked(held, space=space, name=name, own=False)
+
+
+def save_unasked(held: Held, *, space: str, name: str, own: bool = True) -> tuple[Held, Later]:
+    """`save`, but if the file is the server's `own`, it goes when the chunk goes."""
     found, path, most = held.named.get(space, name), saved_chunks.path_of(held.named.limits, space, name), held.named.limits.most
     state, pinned = fork(held.state, found.chunk)
     head, device = chunk_file.head_of(state, pinned), held.model.device
+    own = own and saved_chunks.claim(path)
     pin = space, pinned
 
     def end(held: Held, size: Any) -> tuple[Held, Any]:
@@ -136,6 +144,8 @@ def save(held: Held, *, space: str, name: str) -> tuple[Held, Later]:
         now = held.named.space(space).get(name)
         if now is not None and now.chunk.liveness == found.chunk.liveness:  # not another chunk of this name, nor deleted
             saved_chunks.mark(path, name)
+        elif own:
+            saved_chunks.discard(path)
         return held, {**described(name, found), "bytes": size}
 
     def work(between: Between) -> int:

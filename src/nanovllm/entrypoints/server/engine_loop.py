@@ -25,7 +25,7 @@ from nanovllm.engine.failures import as_value
 from nanovllm.engine.requests import cancel, capacity, submit_many
 from nanovllm.engine.step import step
 from nanovllm.entrypoints.server import engine_calls, saved_chunks
-from nanovllm.entrypoints.server.chunk_calls import kept, load_marked, save, save_kept
+from nanovllm.entrypoints.server.chunk_calls import kept, load_marked, save_kept, save_unasked
 from nanovllm.entrypoints.server.chunk_pages import explained, moved_away, require_pages, saved
 from nanovllm.entrypoints.server.engine_metrics import EngineMetrics, Timeline
 from nanovllm.entrypoints.server.held import Held
@@ -184,7 +184,7 @@ class EngineLoop:
             if not self.named.limits.kept or saved_chunks.is_marked(saved_chunks.path_of(self.named.limits, space, name), name):
                 continue
             try:
-                held, later = save(self._held(), space=space, name=name)
+                held, later = save_unasked(self._held(), space=space, name=name)
             except EngineDeadError:
                 raise
             except NanoVLLMError as error:

@@ -3,6 +3,9 @@
 A file's name is made of digests, so that clients choose no part of it. A label in the same folder has the chunk's name, for lists. A mark
 has it too, and says that the chunk of this file is in memory. An engine that is started again by the same server loads the chunks that have
 marks. So does the next server's engine, if the operator wants chunks to be kept: then an orderly end saves those that have no mark.
+
+A server with nothing else to do may save chunks that no client has asked it to save. A claim beside such a file says so: the file is
+deleted when the chunk is deleted, or when its name is that of another chunk.
 """
 
 import hashlib
@@ -27,7 +30,7 @@ from nanovllm.state.chunk import Chunk
 from nanovllm.state.device_errors import watched
 from nanovllm.types import Tensor
 
-SUFFIX, MARK, LABEL = ".safetensors", ".name", ".label"
+SUFFIX, MARK, LABEL, OWN = ".safetensors", ".name", ".label", ".own"
 PIECE = 4 << 20  # bytes that are copied between two steps
 MOST_NAME = 64  # bytes of a name
 
@@ -82,10 +85,35 @@ def is_marked(path: Path, name: str) -> bool:
 
 
 def unmark(limits: ChunkLimits, space: str, name: str) -> None:
-    """Note that the chunk of a name is not in memory."""
+    """Note that the chunk of a name is not in memory. Its file is deleted if no client has asked for it."""
     if limits.folder is not None:
+        path = path_of(limits, space, name)
         with suppress(OSError):
-            path_of(limits, space, name).with_suffix(MARK).unlink(missing_ok=True)
+            path.with_suffix(MARK).unlink(missing_ok=True)
+            if path.with_suffix(OWN).exists():
+                discard(path)
+
+
+def claim(path: Path) -> bool:
+    """Note that a file is made that no client has asked for. Returns False if a client has asked for the one that is there."""
+    with suppress(OSError):
+        if not path.exists():
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            path.with_suffix(OWN).touch(mode=0o600)
+    return path.with_suffix(OWN).exists()
+
+
+def disclaim(path: Path) -> None:
+    """Note that a client has asked for a file."""
+    with suppress(OSError):
+        path.with_suffix(OWN).unlink(missing_ok=True)
+
+
+def discard(path: Path) -> None:
+    """Delete a file that no client has asked for, its claim last."""
+    with suppress(OSError):
+        for suffix in (LABEL, SUFFIX, OWN):
+            path.with_suffix(suffix).unlink(missing_ok=True)
 
 
 def marked(limits: ChunkLimits, space: str) -> Iterator[str]:
