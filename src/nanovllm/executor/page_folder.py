@@ -325,9 +325,8 @@ def _flush(folder: Path) -> None:
 
 def _forget_content(path: Path) -> None:
     """Ask the system to drop what it keeps in memory of a file, so that a later read is from the disk."""
-    if hasattr(os, "posix_fadvise"):
-        fd = open_file(path)
-        try:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
+    fd = open_file(path)
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)

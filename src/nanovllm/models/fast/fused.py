@@ -214,7 +214,7 @@ def decode_layer(
     a = _attend(w, norm_linear(x, w.qkv, gain=w.input_norm, bias=w.qkv_bias, eps=eps, cut=cuts.qkv), pages, index, cos, sin, batch, config)
     x = _added(a, w.o, w.o_bias, w.o_norm, x, eps, cuts.o, config.mesh, 0)
     if w.gate_up is None or w.down is None:
-        return _experts_added(w, x, None, config, 1)
+        return _experts_added(w, x, None, config)
     y = 0.0 if w.experts is None else _routed(w, norm_add(x, w.post_norm, None, eps), config)
     h = norm_linear(x, w.gate_up, gain=w.post_norm, eps=eps, gated=True, act=config.hidden_act, cut=cuts.gate_up)
     x = _added(h, w.down, w.down_bias, w.down_norm, x, eps, cuts.down, config.mesh, 1)
@@ -263,7 +263,7 @@ def wide_layer(
             return x, x
     x, h = _added_normed(a, w.o, w.o_bias, x, w.post_norm, eps, w.o_norm, cuts.o, config.mesh, 0)
     if w.gate_up is None or w.down is None:
-        x = _experts_added(w, x, h, config, 1)
+        x = _experts_added(w, x, h, config)
         return x, norm_add(x, gain, None, eps)
     if w.experts is not None:
         x = x + _routed(w, h, config)
@@ -345,8 +345,8 @@ def _routed(w: Layer[Tensor], h: Float[Tensor, "T M"], config: ModelConfig) -> F
     return all_reduce(layers.mixture(h, w.experts, config.moe, config.hidden_act), config.mesh)
 
 
-def _experts_added(w: Layer[Tensor], x: Tensor, h: Tensor | None, config: ModelConfig, slot: int) -> Float[Tensor, "T M"]:
-    """`x` plus the output of a layer's experts on its norm `h`; None: the router's kernel computes it. `slot` as in `all_reduce_add`."""
+def _experts_added(w: Layer[Tensor], x: Tensor, h: Tensor | None, config: ModelConfig) -> Float[Tensor, "T M"]:
+    """`x` plus the output of a layer's experts on its norm `h`; None: the router's kernel computes it."""
     e, moe, mesh = w.experts, config.moe, config.mesh
     assert e is not None and moe is not None
     how = moe.top_k, moe.normalise, moe.least_sum
@@ -355,7 +355,7 @@ def _experts_added(w: Layer[Tensor], x: Tensor, h: Tensor | None, config: ModelC
     else:
         chosen, weights = route(norm_linear(h.to(e.router.dtype), e.router), e.bias, *how)
     y = any_experts(h, e.gate_up, e.down, chosen, weights, config.hidden_act, x if mesh is None else None)
-    return y if mesh is None else all_reduce_add(y, x, mesh, slot)
+    return y if mesh is None else all_reduce_add(y, x, mesh, 1)
 
 
 def _attend(
