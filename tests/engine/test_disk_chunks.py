@@ -9,10 +9,8 @@ import pytest
 
 import nanovllm as nv
 from nanovllm.chunks.offload import relieved
-from nanovllm.config import Mesh
 from nanovllm.engine.disk_pages import flush_kv, look_ahead
 from nanovllm.executor.executor import runtime_of
-from nanovllm.ops.distributed.in_process import run_ranks
 from nanovllm.state import lru
 from nanovllm.state import pages as page_ops
 from nanovllm.state.disk_pages import arrived, read_ahead
@@ -210,15 +208,3 @@ def test_reads_leave_chunks_in_host_memory_alone() -> None:
     assert [key for _, key in pairs] == keys[2:4], "two pages are free, and two have what the request goes on with"
     assert host.ages.pages() == [second] and not {at for at, _ in pairs} & {first, second, *own}
     assert host.by_key[keys[0]] == first and host.by_key[keys[1]] == second
-
-
-def test_ranks_have_host_memory_and_no_disk(tmp_path: Path) -> None:
-    def run(mesh: Mesh) -> str:
-        model = random_model(CONFIG, dtype="float64", mesh=mesh)
-        with pytest.raises(nv.InvalidRequestError, match="several ranks") as caught:
-            nv.init_state(model, num_pages=8, page_size=4, host_kv_gib=4 * GIB, kv_dir=tmp_path)
-        assert host_of(nv.init_state(model, num_pages=8, page_size=4, host_kv_gib=4 * GIB)).disk is None
-        return str(caught.value)
-
-    one, two = run_ranks(run, 2)
-    assert one == two and not [*tmp_path.iterdir()]

@@ -9,8 +9,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from nanovllm.engine.disk_facts import mesh_of, on_all_disks, settled
 from nanovllm.engine.donation import enter
 from nanovllm.engine.draft import Draft, id_of
+from nanovllm.engine.mirrored import mirrored
+from nanovllm.executor.distributed import least
 from nanovllm.executor.executor import runtime_of
 from nanovllm.executor.kv_disk import DiskTier
 from nanovllm.state import disk_pages
@@ -36,18 +39,18 @@ def look_ahead(state: EngineState, taken: Taken) -> EngineState:
     if disk is None or host is None or host.disk is None:
         return state
     disk.hold(bool(state.running or state.waiting))
-    ended, waits = disk.take(host.disk.reading), host.disk.waits
+    ended, waits = disk.ended(host.disk.reading), host.disk.waits
     known = disk.looked_at[0] is state.waiting and disk.looked_at[1] is waits
     fresh = [] if known else [sequence for sequence in _next(state) if id_of(sequence) not in waits]
     disk.looked_at = state.waiting, waits
-    if not (ended or fresh or host.disk.reading):
+    if not (fresh or host.disk.reading):
         return state  # the same pool, so that decode steps need no schedule
-    state = _with(state, disk, ended)
+    state, mesh = _with(state, disk, ended), mesh_of(state)
     host = state.pool.host
     for sequence in fresh:
         assert host is not None
         keys, num_tokens = _on_disk(replace(state.pool, host=host), disk, sequence, state.config.page_size)
-        host, pairs = disk_pages.read_ahead(host, id_of(sequence), keys, num_tokens, state.config.page_size)
+        host, pairs = disk_pages.read_ahead(host, id_of(sequence), on_all_disks(mesh, keys), num_tokens, state.config.page_size)
         taken.host_pages.extend(at for at, _ in pairs)
         disk.read(pairs)
     state = replace(state, pool=replace(state.pool, host=host))
@@ -56,7 +59,7 @@ def look_ahead(state: EngineState, taken: Taken) -> EngineState:
     if not state.running and _all_wait(state):
         assert host is not None and host.disk is not None
         disk.wait(LONGEST_WAIT)
-        state = _with(state, disk, disk.take(host.disk.reading))
+        state = _with(state, disk, disk.ended(host.disk.reading))
     return state
 
 
@@ -66,7 +69,7 @@ def with_reads_ended(state: EngineState) -> EngineState:
     if disk is None or host is None or host.disk is None or not host.disk.reading:
         return state
     disk.end_reads()
-    return _with(state, disk, disk.take(host.disk.reading))
+    return _with(state, disk, disk.ended(host.disk.reading))
 
 
 def set_reading_apart(draft: Draft) -> None:
@@ -84,7 +87,7 @@ def flush_kv(state: EngineState, *, max_bytes: int | None = None) -> bool:
     """Write the KV that an engine with `kv_dir` would otherwise lose at its end: that of the prefix index, and that of host memory.
 
     Does not donate `state`. The option `kv_dir` says where the KV goes. KV that is on disk already is not written again. A server calls
-    this when it is idle and at its end, and `LLM.close` does; a program that makes its own states calls it.
+    this when it is idle and at its end, and `LLM.close` does; a program that makes its own states calls it, on all ranks if it has some.
 
     Args:
         state: The newest state of the engine. It stays usable.
@@ -108,9 +111,20 @@ def flush_kv(state: EngineState, *, max_bytes: int | None = None) -> bool:
         1
     """
     state = enter(state)
+    return runtime_of(state).disk is None or flush_pages(state, max_bytes)[1]
+
+
+@mirrored
+def flush_pages(state: EngineState, max_bytes: int | None) -> tuple[EngineState, bool]:
+    """`flush_kv` on all ranks of an engine with a disk. Returns `state`, and whether all KV of all ranks is on disk or is being written."""
+    left = _flushed(enter(state), max_bytes)
+    return state, bool(least(mesh_of(state), [not left])[0])
+
+
+def _flushed(state: EngineState, max_bytes: int | None) -> int:
+    """Write KV of this rank. Returns how many pages are left."""
     disk, host, index = runtime_of(state).disk, state.pool.host, state.pool.prefix
-    if disk is None or host is None:
-        return True
+    assert disk is not None and host is not None
     disk.hold(False)
     if disk.todo[0] is not index or max_bytes is None:  # in the end, also what an earlier call could not write
         disk.keep([(at, key) for at, key in disk_pages.lasting(host, host.key_of) if not disk.has(key)])
@@ -130,14 +144,15 @@ def flush_kv(state: EngineState, *, max_bytes: int | None = None) -> bool:
             disk.drain()
     if max_bytes is None:
         disk.drain()
-    return not left
+    return len(left)
 
 
 def _with(state: EngineState, disk: DiskTier, ended: list[tuple[int, bool]]) -> EngineState:
     """The state at the time of the disk's clock, after some reads have ended."""
     host = state.pool.host
     assert host is not None
-    host = disk_pages.timed(disk_pages.arrived(host, ended), disk.clock(), state.waiting.items)
+    ended, now = settled(disk, mesh_of(state), ended)
+    host = disk_pages.timed(disk_pages.arrived(host, ended), now, state.waiting.items)
     read = sum(whole for _, whole in ended) * state.config.page_size
     return replace(state, pool=replace(state.pool, host=host), stats=state.stats.add(read_tokens=read) if read else state.stats)
 

@@ -8,7 +8,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from nanovllm.config import Mesh
 from nanovllm.errors import InvalidRequestError
+from nanovllm.executor.distributed import agreed, least
 from nanovllm.executor.kv_disk import READERS, DiskTier
 from nanovllm.executor.kv_offload import HostMemory
 from nanovllm.executor.page_folder import PageFolder
@@ -41,8 +43,6 @@ def require_kv_dir(model: Model, kv_dir: Any, kv_dir_gib: Any, num_host_pages: i
         raise InvalidRequestError(f"kv_dir={os.fspath(kv_dir)!r} needs host memory, through which KV goes to the disk: set host_kv_gib too")
     if model.config.widest_window:
         raise InvalidRequestError(f"kv_dir: {model.name} has sliding-window layers, whose KV cannot go to the disk")
-    if model.config.mesh is not None:
-        raise InvalidRequestError("kv_dir with a model on several ranks is not supported: leave one of the two out")
     return as_path(kv_dir)
 
 
@@ -51,10 +51,12 @@ def add_disk(
 ) -> tuple[DiskTier, HostPages]:
     """Open the files of an engine without requests. How fast they are read is measured once for a folder and a model, and kept there.
 
+    Each of several ranks, which call this at the same time, has files of its own with its heads. They plan with the rate of rank 0.
+
     Raises:
-        InvalidRequestError: The folder cannot be made or read.
+        InvalidRequestError: The folder cannot be made or read, by this or another rank.
     """
-    images, config = memory.images, model.config
+    images, config, mesh = memory.images, model.config, model.config.mesh
     identity = {
         "keys": KEYS,
         "fingerprint": model.fingerprint,
@@ -65,21 +67,36 @@ def add_disk(
         "page_size": page_size,
         "rope": {name: value if isinstance(value, int | float | str) else repr(value) for name, value in asdict(config.rope).items()},
         "places": repr(config.places),
+        **({} if mesh is None or mesh.size == 1 else {"rank": mesh.rank, "ranks": mesh.size}),
     }
+    files = _opened(folder, int(kv_dir_gib * 2**30), host.page_bytes, identity, mesh)
+    rate, now = agreed(mesh, [_read_rate(files, 1 if mesh is None else mesh.size), time.perf_counter()])
+    return DiskTier(files, memory), replace(host, disk=DiskReads(bytes_per_second=rate, now=now))
+
+
+def _opened(folder: Path, max_bytes: int, page_bytes: int, identity: dict[str, Any], mesh: Mesh | None) -> PageFolder:
+    """The files, if all ranks can open theirs. Those that can would wait for one that cannot."""
+    files, failed = None, None
     try:
-        files = PageFolder(folder / PAGES, int(kv_dir_gib * 2**30), host.page_bytes, identity)
+        files = PageFolder(folder / PAGES, max_bytes, page_bytes, identity)
     except OSError as error:
-        raise InvalidRequestError(f"kv_dir={str(folder)!r} cannot be used: {error.strerror or error}") from error
-    return DiskTier(files, memory), replace(host, disk=DiskReads(bytes_per_second=_read_rate(files), now=time.perf_counter()))
+        failed = InvalidRequestError(f"kv_dir={str(folder)!r} cannot be used: {error.strerror or error}")
+        failed.__cause__ = error
+    (opened,) = least(mesh, [int(files is not None)])
+    if failed is not None:
+        raise failed
+    if files is None or not opened:
+        raise InvalidRequestError(f"kv_dir={str(folder)!r} cannot be used by another rank of this engine")
+    return files
 
 
-def _read_rate(files: PageFolder) -> float:
-    """How many bytes are read per second: as noted before, or as measured now."""
+def _read_rate(files: PageFolder, num_ranks: int) -> float:
+    """How many bytes are read per second: as noted before, or as measured now, by several ranks at once."""
     noted = files.about(RATES)
     if isinstance(noted, int | float) and not isinstance(noted, bool) and 0 < noted < math.inf:
         return float(noted)
     try:
-        room = (files.max_bytes - files.size) // (2 * files.page_bytes)  # so that no page is deleted for it
+        room = (files.max_bytes - files.size) // (2 * num_ranks * files.page_bytes)  # so that no page is deleted for it
         rate = files.measure(count, READERS) if (count := min(16, MEASURED // files.page_bytes, room)) > 0 else SLOWEST
         files.note(RATES, rate)
     except OSError:

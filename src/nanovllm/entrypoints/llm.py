@@ -218,7 +218,8 @@ class LLM:
             >>> llm.close()
         """
         if runtime_of(self._state).disk is not None:
-            flush_kv(self._state)
+            with suppress(EngineDeadError):  # then its KV is lost
+                flush_kv(self._state)
         if (mirror := runtime_of(self._state).mirror) is not None:
             mirror.close()
 

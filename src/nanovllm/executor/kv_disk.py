@@ -3,8 +3,8 @@
 The engine's thread never waits for the disk, unless it asks to (`wait`, `drain`). Reads and writes are jobs of threads:
 
 - A *read* fills a host page that the engine's state reserves for it. The engine learns at the beginning of a step which reads have ended
-  (`take`). Until then the engine neither copies the page nor gives it to another prefix. Only a call that has failed leaves reads into
-  pages that the state does not reserve. They end before the engine writes one of these pages (`overwriting`).
+  (`ended`, `settle`). Until then the engine neither copies the page nor gives it to another prefix. Only a call that has failed leaves
+  reads into pages that the state does not reserve. They end before the engine writes one of these pages (`overwriting`).
 - A *write* reads a host page while the engine may want to write it. Each host page has a number that increases before the engine writes
   it (`overwriting`). If the number changed before the file was complete, the file is thrown away.
 
@@ -124,8 +124,8 @@ class DiskTier:
             self._readers.submit(partial(_run, weakref.ref(self), "_read", self._num_reads + place, at, key, marks, now - place))
         self._num_reads += len(pairs)
 
-    def take(self, reading: Mapping[int, bytes]) -> list[tuple[int, bool]]:
-        """The reads that have ended, in the order in which they began, each with whether its page is there.
+    def ended(self, reading: Mapping[int, bytes]) -> list[tuple[int, bool]]:
+        """The reads that have ended, in the order in which they began, each with whether its page is there: until `settle` forgets them.
 
         A read that the engine's state does not know, because the call that began it has failed, is waited for and dropped.
 
@@ -137,11 +137,17 @@ class DiskTier:
         if any(reading.get(at) != key for at, key in [*self._under_way.items()]):
             self._readers.drain()
         with self._changed:
-            ended = {at: self._ended.pop(at, None) for at in reading if at not in self._under_way}
+            ended = {at: self._ended.get(at) for at in reading if at not in self._under_way}
             for at in [at for at in self._ended if at not in reading]:
                 del self._ended[at]
         found = [(end[0], at, end[2]) if end and end[1] == reading[at] else (-1, at, False) for at, end in ended.items()]
         return [(at, whole) for _, at, whole in sorted(found)]
+
+    def settle(self, ended: Iterable[tuple[int, bool]]) -> None:
+        """Forget reads of which the engine's state knows the end."""
+        with self._changed:
+            for at, _ in ended:
+                self._ended.pop(at, None)
 
     def wait(self, seconds: float) -> None:
         """Let the engine's thread wait until a read ends, for so long at most."""

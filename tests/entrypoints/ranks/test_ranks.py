@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import nanovllm as nv
 from nanovllm.executor.executor import runtime_of
 from nanovllm.state.digest import digest
 from nanovllm.state.offload import Rates
-from tests.entrypoints.ranks.engines import LIMITS, ranks_of, started
+from tests.entrypoints.ranks.engines import LIMITS, pids_of, ranks_of, started
 from tests.entrypoints.ranks.hooks import with_rates
 
 pytestmark = pytest.mark.unhooked
@@ -176,6 +177,29 @@ def test_two_processes_keep_kv_in_host_memory_alike() -> None:
         (host, alone) = (each.state.pool.host for each in (two, one))
         assert host is not None and alone is not None
         assert 2 * host.page_bytes == alone.page_bytes and host.num_pages == alone.num_pages
+
+
+def test_two_processes_keep_kv_on_disk(tmp_path: Path) -> None:
+    """An engine that begins later reads what both ranks of an earlier one have written when it was closed."""
+    text, told = "Once upon a time, there was a cat. " * 12, []
+    limits = {**LIMITS, "host_kv_gib": 0.25, "kv_dir": tmp_path, "kv_dir_gib": 1}
+    for _ in range(2):
+        with started("always_loading", grouped=True, limits=limits) as two:
+            told.append(two.generate(text, GREEDY)[0])
+            assert nv.flush_kv(two.state)
+            files = [path.parent.parent.name for path in tmp_path.rglob("*.kv")]
+            assert len({*files}) == 2 and 2 * len({*files}) < len(files)
+    first, second = told
+    assert first.token_ids == second.token_ids and first.num_cached_tokens == 0 < second.num_cached_tokens
+
+
+def test_an_engine_that_has_died_is_closed_without_its_kv(tmp_path: Path) -> None:
+    with started(limits={**LIMITS, "host_kv_gib": 0.25, "kv_dir": tmp_path, "kv_dir_gib": 1}) as two:
+        two.generate("Hello", GREEDY)
+        os.kill(pids_of(two)[0], signal.SIGKILL)
+        with pytest.raises(nv.EngineDeadError):
+            while True:
+                two.generate("Hello", GREEDY)
 
 
 def test_the_model_of_an_engine_with_ranks_serves_it_alone(two: nv.LLM) -> None:

@@ -11,6 +11,7 @@ from nanovllm.chunks.offload import offload
 from nanovllm.chunks.prefill import prefill
 from nanovllm.chunks.score import score
 from nanovllm.chunks.storage.file import gather_rows, load
+from nanovllm.engine.disk_pages import flush_pages
 from nanovllm.engine.donation import model_key
 from nanovllm.engine.requests import cancel, submit, submit_many
 from nanovllm.engine.step import step
@@ -27,7 +28,7 @@ CALLS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         function.__name__: function
         for function in (
             submit, submit_many, cancel, step, prefill, generate, generate_many, fork, truncate, release, detach, compose, drop, score,
-            offload, load, gather_rows, answer_of, examine_parts,
+            offload, load, flush_pages, gather_rows, answer_of, examine_parts,
         )
     }
 )  # fmt: skip
@@ -76,7 +77,7 @@ def called(model: Model, state: EngineState, data: bytes, files: list[int]) -> t
     return result if isinstance(result, tuple) else (result, None)
 
 
-STATE_ALONE = frozenset(("cancel", "fork", "truncate", "release", "offload", "gather_rows"))
+STATE_ALONE = frozenset(("cancel", "fork", "truncate", "release", "offload", "flush_pages", "gather_rows"))
 
 
 def _chunks(value: Any) -> list[Chunk]:
