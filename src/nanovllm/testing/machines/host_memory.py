@@ -91,6 +91,17 @@ class HostMemoryMachine(EngineMachine):
             self._submit(None, tokens + more, options, keep=False)
         self.step(steps)
 
+    @rule(ids=st.lists(token_ids(min_size=4, max_size=10), min_size=1, max_size=3), late=st.booleans())
+    def fail_to_prefill(self, ids: list[list[int]], late: bool) -> None:
+        """Let a call on chunks fail after others, whose pages it may evict, and use what it has pushed out."""
+        for number, one in enumerate(ids):
+            if number == len(ids) - 1:
+                self._executor.arm(0, late)
+            if isinstance(chunk := self._prefill(None, one), Chunk):
+                self._release(chunk)
+        if self._known():
+            self.compare_host_memory()
+
     def _known(self) -> list[bytes]:
         """The keys of host memory whose tokens are known, in the order of their host pages."""
         host = self.state.pool.host
@@ -157,6 +168,22 @@ class HostChunkMachine(ChunkMachine):
                 self._replaced(before)
             self._executor.disarm()
             self._require_all()
+
+    @precondition(lambda self: self._moved())
+    @rule(data=st.data(), ids=token_ids(min_size=0, max_size=4), countdown=st.integers(0, 1), late=st.booleans())
+    def fail_to_come_back(self, data: st.DataObject, ids: list[int], countdown: int, late: bool) -> None:
+        """Let a call fail that needs a chunk of host memory and evicts other pages, and then make it again."""
+        chosen = data.draw(st.sampled_from(self._moved()))
+        self.evict(data, data.draw(token_ids(min_size=1, max_size=6)), alone=False)
+        self._executor.arm(countdown, late)
+        for _ in range(2):
+            if chosen in self.held:
+                self._extend(self.held[chosen], ids)
+
+    def _moved(self) -> list[int]:
+        """The handles of the chunks in host memory."""
+        host = self.state.pool.host
+        return [] if host is None else [number for number, held in self.held.items() if held.chunk.liveness in host.moved]
 
 
 def with_host_memory(state: EngineState, model: Model, num_host_pages: int) -> EngineState:
