@@ -274,15 +274,7 @@ class ModelConfig:
     @property
     def places(self) -> tuple[tuple[int, int], ...]:
         """For each layer the index of its KV pool, and its index in that pool."""
-        if len(self.pool_sizes) == 1:
-            return tuple((0, index) for index in range(self.num_layers))
-        places: list[tuple[int, int]] = []
-        counts = [0, 0]
-        for window in self.windows:
-            pool = 1 if window else 0
-            places.append((pool, counts[pool]))
-            counts[pool] += 1
-        return tuple(places)
+        return places_of(self.num_layers, self.windows)
 
     def layer_at(self, window: int, index: int) -> int:
         """The layer at an index of a KV pool.
@@ -299,6 +291,19 @@ class ModelConfig:
             3
         """
         return index if len(self.pool_sizes) == 1 else self.places.index((1 if window else 0, index))
+
+
+def places_of(num_layers: int, windows: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """For each layer the index of its KV pool, and its index in that pool: `ModelConfig.places`."""
+    if not any(windows) or all(windows):
+        return tuple((0, index) for index in range(num_layers))
+    places: list[tuple[int, int]] = []
+    counts = [0, 0]
+    for window in windows:
+        pool = 1 if window else 0
+        places.append((pool, counts[pool]))
+        counts[pool] += 1
+    return tuple(places)
 
 
 def for_length(config: ModelConfig, max_model_len: int | None) -> ModelConfig:

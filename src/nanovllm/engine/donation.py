@@ -116,8 +116,8 @@ def model_key(model: Model) -> ModelKey:
     """The properties in which a state and its model must agree."""
     config = model.config
     return ModelKey(
-        fingerprint=model.fingerprint, dtype=model.dtype, device=model.device, rope=config.rope, places=config.places, mesh=config.mesh,
-        kv_copies=config.kv_copies,
+        fingerprint=model.fingerprint, dtype=model.dtype, device=model.device, rope=config.rope, num_layers=config.num_layers,
+        windows=config.windows, mesh=config.mesh, kv_copies=config.kv_copies,
     )  # fmt: skip
 
 

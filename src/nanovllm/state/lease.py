@@ -8,7 +8,7 @@ from uuid import uuid4
 
 import torch
 
-from nanovllm.config import Mesh, RopeConfig
+from nanovllm.config import Mesh, RopeConfig, places_of
 from nanovllm.errors import DonatedStateError, EngineDeadError
 
 NEW_ENGINE = "make a new engine"  # what to do after the end of a rank, which leaves this process whole
@@ -23,7 +23,8 @@ class ModelKey:
         dtype: The dtype of the weights and the KV.
         device: Where they are.
         rope: The rotary embedding, by which keys are rotated.
-        places: For each layer its KV pool, and its index in that pool.
+        num_layers: The number of layers.
+        windows: Their windows, as in `ModelConfig`.
         mesh: The ranks that run the model; None for one.
         kv_copies: How many ranks have the same KV head.
     """
@@ -32,9 +33,15 @@ class ModelKey:
     dtype: torch.dtype
     device: torch.device
     rope: RopeConfig
-    places: tuple[tuple[int, int], ...]
+    num_layers: int
+    windows: tuple[int, ...] = ()
     mesh: Mesh | None = None
     kv_copies: int = 1
+
+    @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """For each layer its KV pool, and its index in that pool."""
+        return places_of(self.num_layers, self.windows)
 
 
 @dataclass(slots=True, eq=False)

@@ -288,7 +288,7 @@ def head_of(state: EngineState, chunk: Chunk) -> Head:
     return Head(
         fingerprint=chunk.fingerprint,
         dtype=pool.dtype,
-        shape=(len(key.places), len(chunk), 2, heads if key.mesh is None else heads * key.mesh.size // key.kv_copies, head_dim),
+        shape=(key.num_layers, len(chunk), 2, heads if key.mesh is None else heads * key.mesh.size // key.kv_copies, head_dim),
         page_size=page_size,
         rope=_rope(key.rope),
         provenance=chunk.provenance,
