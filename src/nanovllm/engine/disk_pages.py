@@ -2,7 +2,8 @@
 
 Reads end at any time, which is a fact from outside, as the time is. It enters the engine's state at the beginning of a step
 (`look_ahead`), and the plan of the step is a function of the state alone. A request whose pages are being read waits, and others go first.
-It waits no longer than running these tokens would take. Then it goes on with the pages that have come, and runs the other tokens.
+It waits no longer than running these tokens would take. Then it goes on with the pages that have come, and runs the other tokens. Or it
+runs the front of its prompt meanwhile (`split_reads.py`), and goes on after the pages that were read where it meets them (`meeting.py`).
 """
 
 from dataclasses import replace
@@ -19,6 +20,7 @@ from nanovllm.state.engine_state import EngineState
 from nanovllm.state.pool import Pool, Taken
 from nanovllm.state.prefix_keys import keys_from, keys_of
 from nanovllm.state.request import Sequence
+from nanovllm.state.steady import Steady
 
 NEXT = 4  # waiting requests whose pages are read ahead
 LONGEST_WAIT = 0.005  # seconds that a step with nothing else to do waits for a read
@@ -44,12 +46,18 @@ def look_ahead(state: EngineState, taken: Taken) -> EngineState:
         return state  # the same pool, so that decode steps need no schedule
     state = _with(state, disk, ended)
     host = state.pool.host
-    for sequence in fresh:
-        assert host is not None
-        keys, num_tokens = _on_disk(replace(state.pool, host=host), disk, sequence, state.config.page_size)
-        host, pairs = disk_pages.read_ahead(host, id_of(sequence), keys, num_tokens, state.config.page_size)
-        taken.host_pages.extend(at for at, _ in pairs)
-        disk.read(pairs)
+    size, num_before = state.config.page_size, sum(s.todo for s in _prompts(state))
+    for sequence in _next(state) if fresh else ():
+        assert host is not None and host.disk is not None
+        rid = id_of(sequence)
+        if rid not in host.disk.waits:
+            keys, start = _on_disk(replace(state.pool, host=host), disk, sequence, size)
+            num_tokens = sequence.tokens.length - 1 - start * size  # the last token runs in any case
+            host, pairs = disk_pages.read_ahead(host, rid, keys, num_tokens, size, start=start, num_before=num_before)
+            assert host.disk is not None
+            taken.host_pages.extend(at for at, _ in pairs)
+            disk.read(pairs, last_first=host.disk.waits[rid].stop > 0)
+        num_before += 0 if host.disk.holds(rid) else sequence.todo
     state = replace(state, pool=replace(state.pool, host=host))
     if host is not None and host.disk is not None:
         disk.looked_at = state.waiting, host.disk.waits
@@ -136,8 +144,10 @@ def flush_kv(state: EngineState, *, max_bytes: int | None = None) -> bool:
 def _with(state: EngineState, disk: DiskTier, ended: list[tuple[int, bool]]) -> EngineState:
     """The state at the time of the disk's clock, after some reads have ended."""
     host = state.pool.host
-    assert host is not None
-    host = disk_pages.timed(disk_pages.arrived(host, ended), disk.clock(), state.waiting.items)
+    assert host is not None and host.disk is not None
+    prompts = {id_of(sequence) for sequence in _prompts(state)}
+    alive = {request_id for request_id in host.disk.waits if request_id in prompts or request_id in state.waiting.items}
+    host = disk_pages.timed(disk_pages.arrived(host, ended), disk.clock(), alive)
     read = sum(whole for _, whole in ended) * state.config.page_size
     return replace(state, pool=replace(state.pool, host=host), stats=state.stats.add(read_tokens=read) if read else state.stats)
 
@@ -151,19 +161,24 @@ def _next(state: EngineState) -> list[Sequence]:
     return found
 
 
+def _prompts(state: EngineState) -> list[Sequence]:
+    """The running sequences that have prompt tokens to run. If the state has a `Steady`, there are none."""
+    return [] if isinstance(state.running, Steady) else [sequence for sequence in state.running if sequence.todo > 1]
+
+
 def _on_disk(pool: Pool, disk: DiskTier, sequence: Sequence, size: int) -> tuple[list[bytes], int]:
-    """The keys of the pages with which a request can go on after those on the device, and how many of its tokens they save."""
+    """The keys of the pages with which a request can go on after those on the device, and the place of the first of them."""
     host, tokens, namespace = pool.host, sequence.tokens.array(), sequence.request.namespace
     assert host is not None and host.disk is not None
     start = max(len(pools.match(pool, tokens, namespace)), sequence.num_filled // size)
     if sequence.num_filled % size or sequence.num_exact < sequence.num_filled:
-        return [], 0
+        return [], start
     coming, keys = {*host.disk.reading.values()}, list[bytes]()
     for key in keys_from(tokens, start, size, namespace):
         if not (key in host.by_key or key in coming or disk.folder.look(key)):
             break
         keys.append(key)
-    return keys, len(tokens) - 1 - start * size  # the last token runs in any case
+    return keys, start
 
 
 def _all_wait(state: EngineState) -> bool:

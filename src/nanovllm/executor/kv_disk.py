@@ -110,8 +110,8 @@ class DiskTier:
 
     # Reads
 
-    def read(self, pairs: Seq[tuple[int, bytes]]) -> None:
-        """Begin to read pages into host pages, in order; `pairs` are (host page, key)."""
+    def read(self, pairs: Seq[tuple[int, bytes]], *, last_first: bool = False) -> None:
+        """Begin to read pages of a prompt into host pages, the first or the last one first; `pairs` are (host page, key) in order."""
         if not pairs:
             return
         self.overwriting(at for at, _ in pairs)
@@ -119,13 +119,14 @@ class DiskTier:
         with self._changed:
             for at, key in pairs:
                 self._under_way[at] = key
-        for place, (at, key) in enumerate(pairs):
+        order = [*enumerate(pairs)]
+        for place, (at, key) in reversed(order) if last_first else order:
             # the first page of a prompt was used last: its later pages are of no use without it
             self._readers.submit(partial(_run, weakref.ref(self), "_read", self._num_reads + place, at, key, marks, now - place))
         self._num_reads += len(pairs)
 
     def take(self, reading: Mapping[int, bytes]) -> list[tuple[int, bool]]:
-        """The reads that have ended, in the order in which they began, each with whether its page is there.
+        """The reads that have ended, those of a prompt in the order of its pages, each with whether its page is there.
 
         A read that the engine's state does not know, because the call that began it has failed, is waited for and dropped.
 

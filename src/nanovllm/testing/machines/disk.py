@@ -32,7 +32,7 @@ from nanovllm.testing.strategies import Limits, limits, token_ids
 class DiskMachine(HostMemoryMachine):
     """`HostMemoryMachine` for an engine that also has a folder for 1 to 16 pages, from which it reads whatever it finds there.
 
-    Reads and writes end late. Files are changed, cut and deleted, and the disk is full or broken for a while. The disk tier forgets what it
+    Requests wait for what they read, or run the front of their prompts until they meet it. Reads and writes end late. Files are changed, cut and deleted, and the disk is full or broken for a while. The disk tier forgets what it
     was doing and starts again, as after a crash, and other engines share the folder. Chunks are moved to host memory, also while reads of
     a failed call go on. The content of each whole file is compared with that of the page it was written from. Replies must equal those of
     a request alone in an engine without host memory and disk.
@@ -55,10 +55,16 @@ class DiskMachine(HostMemoryMachine):
         self.folder: Path | None = None
         self.limits: Limits | None = None
         self.max_bytes = 0
+        self.slowness = 0.0
 
-    @initialize(data=st.data(), num_host_pages=st.integers(2, 12))
-    def start(self, data: st.DataObject, num_host_pages: int) -> None:
-        """Start a fresh engine with host memory and an empty folder. Chunks may pin about half of its pool."""
+    @initialize(data=st.data(), num_host_pages=st.integers(2, 12), slowness=st.sampled_from([0.0, 1.0, 2.0]))
+    def start(self, data: st.DataObject, num_host_pages: int, slowness: float) -> None:
+        """Start a fresh engine with host memory and an empty folder. Chunks may pin about half of its pool.
+
+        A page takes `slowness` times as long to read as to run. If it takes none, requests wait for all that they can read. If not, they run
+        the front of their prompts meanwhile.
+        """
+        self.slowness = slowness
         self.limits, self.folder = data.draw(limits(self.max_tokens)), Path(tempfile.mkdtemp(prefix="nanovllm-kv-"))
         self.max_bytes = data.draw(st.integers(1, 16))  # pages, until the size of one is known
         self.state = self._engine(num_host_pages)
@@ -73,7 +79,8 @@ class DiskMachine(HostMemoryMachine):
         page = bytes_per_page(self.world.model.config, page_size=config.page_size, dtype=kv.pools[0].dtype)
         runtime.host = FlakyHostMemory(kv, num_host_pages, executor)
         runtime.disk = LateDiskTier(self._open(page), runtime.host)
-        host = replace(init_host(num_host_pages, page, ALWAYS), disk=DiskReads(bytes_per_second=1e15))
+        rate = page / (self.slowness * config.page_size) if self.slowness else 1e15  # in which ALWAYS runs one token per second
+        host = replace(init_host(num_host_pages, page, ALWAYS), disk=DiskReads(bytes_per_second=rate))
         return replace(state, pool=replace(state.pool, host=host))
 
     def _open(self, page_bytes: int) -> FlakyFolder:
@@ -136,6 +143,30 @@ class DiskMachine(HostMemoryMachine):
                 self.needed += self.pending.pop(rid).most_filled
         self._disk.reads.run(data.draw(st.integers(0, 2)))
         self.step(2)
+
+    @precondition(lambda self: self.state.prefix.num_idle)
+    @rule(
+        data=st.data(),
+        more=token_ids(min_size=0, max_size=3),
+        damaged=st.booleans(),
+        reads=st.lists(st.integers(0, 2), min_size=1, max_size=5),
+    )
+    def meet(self, data: st.DataObject, more: list[int], damaged: bool, reads: list[int]) -> None:
+        """Submit a request for the longest prefix whose pages are then on disk alone, and let its reads end between steps."""
+        flush_kv(self.state)
+        host, idle, stored = self.state.pool.host, self.state.prefix.idle_pages(), self._stored()
+        assert host is not None
+        self.state.runtime.lease.lose(idle, [*host.key_of])  # as after a failed call
+        away = [key for key in keys_of(self.state.prefix, np.array(idle, np.int32)) if key in stored]
+        if not away:
+            return
+        key = max(away, key=lambda key: (len(self.prefixes[key]), key))
+        self._submit(None, self.prefixes[key] + more, self._options(data), keep=False)
+        if damaged:
+            self._change(stored[key], 0)
+        for count in reads:
+            self.step(1)
+            self._disk.reads.run(count)
 
     def _away(self) -> list[bytes]:
         """The keys of pages that are on disk and not on the device, whose tokens are known."""
