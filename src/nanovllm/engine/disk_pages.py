@@ -7,24 +7,29 @@ runs the front of its prompt meanwhile (`split_reads.py`), and goes on after the
 """
 
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 
 from nanovllm.engine.donation import enter
 from nanovllm.engine.draft import Draft, id_of
 from nanovllm.executor.executor import runtime_of
-from nanovllm.executor.kv_disk import DiskTier
+from nanovllm.executor.kv_disk import DiskTier, Unwritten
 from nanovllm.state import disk_pages
 from nanovllm.state import pool as pools
 from nanovllm.state.engine_state import EngineState
+from nanovllm.state.offload import HostPages
 from nanovllm.state.pool import Pool, Taken
+from nanovllm.state.prefix_cache import PrefixIndex
 from nanovllm.state.prefix_keys import keys_from, keys_of
 from nanovllm.state.request import Sequence
 from nanovllm.state.steady import Steady
 
+T = TypeVar("T")
 NEXT = 4  # waiting requests whose pages are read ahead
 LONGEST_WAIT = 0.005  # seconds that a step with nothing else to do waits for a read
 FLUSHED = 16 << 20  # bytes that are copied from the device at once
+LOOKED_AT = 2048  # pages that one piece of a flush looks up, so that a request which comes meanwhile waits for milliseconds
 
 
 def look_ahead(state: EngineState, taken: Taken) -> EngineState:
@@ -120,25 +125,49 @@ def flush_kv(state: EngineState, *, max_bytes: int | None = None) -> bool:
     if disk is None or host is None:
         return True
     disk.hold(False)
-    if disk.todo[0] is not index or max_bytes is None:  # in the end, also what an earlier call could not write
-        disk.keep([(at, key) for at, key in disk_pages.lasting(host, host.key_of) if not disk.has(key)])
-        idle = index.idle_pages()
-        pages = np.array([*(set(index.pages()) - set(idle)), *idle[::-1]], np.int32)  # those first that are evicted last
-        keys = keys_of(index, pages) if len(pages) else []
-        missing = [(key, page) for key, page in zip(keys, pages.tolist(), strict=True) if not disk.has(key) and key not in host.by_key]
-        disk.todo = index, missing
-    page_bytes, left = host.page_bytes, disk.todo[1]
-    most = len(left) if max_bytes is None else max(1, max_bytes // page_bytes)
-    while left and most > 0 and (max_bytes is None or disk.num_queued * page_bytes < FLUSHED):
-        part = left[: min(most, max(1, FLUSHED // page_bytes))]
-        del left[: len(part)]
-        most -= len(part)
-        disk.keep_images([key for key, _ in part], state.kv, [page for _, page in part])
-        if max_bytes is None:
-            disk.drain()
+    if disk.todo.index is not index or max_bytes is None:  # in the end, also what an earlier call could not write
+        disk.todo = Unwritten(index, [*host.key_of], _last_evicted_first(index))
+    todo, page_bytes, to_look_at = disk.todo, host.page_bytes, LOOKED_AT
+    most = len(todo.pages) if max_bytes is None else max(1, max_bytes // page_bytes)
+    while todo and (max_bytes is None or (most > 0 and disk.num_queued * page_bytes < FLUSHED)):
+        if todo.missing:
+            part = _taken(todo.missing, min(most, max(1, FLUSHED // page_bytes)))
+            most -= len(part)
+            disk.keep_images([key for key, _ in part], state.kv, [page for _, page in part])
+            if max_bytes is None:
+                disk.drain()
+        elif max_bytes is not None and to_look_at <= 0:
+            break
+        else:
+            to_look_at -= _look(disk, host, todo)
     if max_bytes is None:
         disk.drain()
-    return not left
+    return not todo
+
+
+def _last_evicted_first(index: PrefixIndex) -> list[int]:
+    """The pages of an index; those that are evicted last come first."""
+    idle = np.array(index.idle_pages()[::-1], np.int32)
+    return [*np.setdiff1d(np.array(index.pages(), np.int32), idle).tolist(), *idle.tolist()]
+
+
+def _look(disk: DiskTier, host: HostPages, todo: Unwritten) -> int:
+    """See which of the next pages are not on disk. Those in host memory are written from there. Returns how many it has looked at."""
+    if todo.host_pages:
+        part = _taken(todo.host_pages, LOOKED_AT)
+        disk.keep(disk_pages.lasting(host, part))
+        return len(part)
+    part = _taken(todo.pages, LOOKED_AT)
+    keys = keys_of(todo.index, np.array(part, np.int32))
+    todo.missing += [(key, page) for key, page in zip(keys, part, strict=True) if not disk.has(key) and key not in host.by_key]
+    return len(part)
+
+
+def _taken(items: list[T], count: int) -> list[T]:
+    """Take the first items out of a list."""
+    part = items[:count]
+    del items[:count]
+    return part
 
 
 def _with(state: EngineState, disk: DiskTier, ended: list[tuple[int, bool]]) -> EngineState:

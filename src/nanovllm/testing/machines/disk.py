@@ -32,11 +32,11 @@ from nanovllm.testing.strategies import Limits, limits, token_ids
 class DiskMachine(HostMemoryMachine):
     """`HostMemoryMachine` for an engine that also has a folder for 1 to 16 pages, from which it reads whatever it finds there.
 
-    Requests wait for what they read, or run the front of their prompts until they meet it. Reads and writes end late. Files are changed, cut
-    and deleted, and the disk is full or broken for a while. The disk tier forgets what it was doing and starts again, as after a crash, and
-    other engines share the folder. Chunks are moved to host memory, also while reads of a failed call go on. The content of each whole file
-    is compared with that of the page it was written from. Replies must equal those of a request alone in an engine without host memory and
-    disk.
+    Requests wait for what they read, or run the front of their prompts until they meet it. Reads and writes end late. Files are changed,
+    cut and deleted, and the disk is full or broken for a while. The disk tier forgets what it was doing and starts again, as after a
+    crash, and other engines share the folder. Chunks are moved to host memory, also while reads of a failed call go on. The content of
+    each whole file is compared with that of the page it was written from. Replies must equal those of a request alone in an engine
+    without host memory and disk.
 
     Attributes:
         world: The engine and model under test, with their oracle: a `World`. The default is `SymbolicWorld()`.
@@ -62,8 +62,8 @@ class DiskMachine(HostMemoryMachine):
     def start(self, data: st.DataObject, num_host_pages: int, slowness: float) -> None:
         """Start a fresh engine with host memory and an empty folder. Chunks may pin about half of its pool.
 
-        A page takes `slowness` times as long to read as to run. If that is 0, requests wait for all that they can read; if not, they run the
-        front of their prompts meanwhile.
+        A page takes `slowness` times as long to read as to run. If that is 0, requests wait for all that they can read; if not, they run
+        the front of their prompts meanwhile.
         """
         self.slowness = slowness
         self.limits, self.folder = data.draw(limits(self.max_tokens)), Path(tempfile.mkdtemp(prefix="nanovllm-kv-"))
