@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import nanovllm as nv
-from nanovllm.engine import disk_tier
+from nanovllm.engine import disk_pages, disk_tier
 from nanovllm.engine.disk_pages import flush_kv, look_ahead
 from nanovllm.engine.init_state import init_state
 from nanovllm.engine.requests import cancel, submit, submit_many
@@ -518,3 +518,65 @@ def test_an_async_llm_writes_when_it_is_idle_and_when_it_is_closed(tmp_path: Pat
     before = len([*tmp_path.rglob("*.kv")])
     asyncio.run(serve("A dog went to the market. " * 5, False))
     assert len([*tmp_path.rglob("*.kv")]) > before
+
+
+def no_thread(*_: object) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_without_threads_requests_go_on_without_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (expected,) = filled(tmp_path, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        state = engine(tmp_path)
+        tier = runtime_of(state).disk
+        state, output = reply(state, prompt(0))
+        assert output.error is None and output.token_ids == expected and output.num_cached_tokens == 0
+        assert tier.counts.errors == 5 and not state.pool.host.disk.reading
+        state, output = reply(state, prompt(1))
+        assert output.error is None and flush_kv(state)
+        assert tier.num_queued == 0 and tier.counts.errors > 5 and tier.counts.pages_written == 0
+    assert flush_kv(state) and tier.counts.pages_written > 0, "there are threads again"
+
+
+def test_evicted_pages_for_which_there_is_no_thread_are_errors_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    state = engine(tmp_path, num_pages=8)
+    for seed in (0, 1, 2):
+        state, output = reply(state, prompt(seed))
+        assert output.error is None
+    disk = runtime_of(state).disk
+    assert state.stats.offloaded_tokens > 0 and disk.counts.errors == state.stats.offloaded_tokens // 4 and disk.num_queued == 0
+
+
+def test_one_thread_does_the_work_of_those_that_could_not_be_started(monkeypatch: pytest.MonkeyPatch):
+    done, gate, workers = list[int](), threading.Event(), Threads(2, "test")
+    assert workers.submit(lambda: gate.wait(10) and None)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        assert workers.submit(lambda: done.append(1))
+        gate.set()
+        workers.drain()
+        assert done == [1]
+        workers.close()
+        assert not workers.submit(lambda: done.append(2))
+
+
+def test_a_piece_of_a_flush_looks_at_so_many_pages_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(disk_pages, "LOOKED_AT", 2)
+    state = engine(tmp_path)
+    for seed in (0, 1):
+        state, _ = reply(state, prompt(seed))
+    asked, has = list[bytes](), DiskTier.has
+
+    def counted(tier: DiskTier, key: bytes) -> bool:
+        asked.append(key)
+        return has(tier, key)
+
+    monkeypatch.setattr(DiskTier, "has", counted)
+    rounds = 1
+    while not flush_kv(state, max_bytes=1 << 20):
+        assert len(asked) <= 2 * rounds
+        rounds += 1
+    runtime_of(state).disk.drain()
+    assert rounds == 6 and len(asked) == 12 == len(runtime_of(state).disk.folder)

@@ -15,6 +15,7 @@ from nanovllm.engine.requests import cancel, submit
 from nanovllm.engine.step import step
 from nanovllm.errors import InvalidRequestError
 from nanovllm.executor.executor import runtime_of
+from nanovllm.executor.kv_disk import Unwritten
 from nanovllm.executor.page_folder import PageFolder
 from nanovllm.models.model import Model
 from nanovllm.ops.distributed.in_process import run_ranks
@@ -154,7 +155,7 @@ def test_a_flush_has_ended_when_that_of_all_ranks_has(tmp_path: Path):
         disk = runtime_of(state).disk
         assert disk is not None
         if mesh.rank:  # this rank has nothing to write
-            disk.todo = state.pool.prefix, []
+            disk.todo = Unwritten(state.pool.prefix)
         ended, count = False, 0
         while not ended:
             ended, count = flush_kv(state, max_bytes=1), count + 1

@@ -6,21 +6,19 @@ Preemption costs tokens that run twice, so a request is admitted only if it and 
 """
 
 from bisect import bisect
-from dataclasses import replace
 
 import numpy as np
 
 from nanovllm.engine.draft import Draft, id_of, missing_pages, turn_of
-from nanovllm.engine.host_pages import load
 from nanovllm.engine.plan import Plan
 from nanovllm.engine.preemption import make_room, num_freed
 from nanovllm.engine.prompt_pages import fitting
 from nanovllm.engine.prompt_room import PromptRoom
+from nanovllm.engine.reuse import gone_on, reusable
 from nanovllm.errors import BrokenInvariantError
-from nanovllm.state import pool as pools
 from nanovllm.state.kv_cache import pages_for
 from nanovllm.state.request import Sequence
-from nanovllm.state.sequence_pages import begun, num_busy
+from nanovllm.state.sequence_pages import num_busy
 from nanovllm.state.window_frames import least_frames
 
 PLACES = 32  # places that become free are given away together: one of so many places of the engine
@@ -150,14 +148,6 @@ def _expected_length(draft: Draft) -> int:
     return min(draft.expected_reply, tokens // SHARE) if tokens >= SMALL else 0
 
 
-def reusable(draft: Draft, sequence: Sequence) -> tuple[np.ndarray, int]:
-    """The pages of the prefix index that a sequence can reuse, and how many of them are outside its windows."""
-    if draft.found is None or draft.found[0] is not draft.pool or draft.found[1] is not sequence:
-        asked, tokens = sequence.request, sequence.tokens.array()
-        draft.found = draft.pool, sequence, pools.reusable(draft.pool, tokens, whole=asked.keep, namespace=asked.namespace)
-    return draft.found[2]
-
-
 def frames_suffice(draft: Draft, sequence: Sequence, matched: np.ndarray, retired: int) -> bool:
     """Whether enough frames are available for the first step of a request.
 
@@ -185,14 +175,7 @@ def admit(draft: Draft, room: PromptRoom) -> tuple[Sequence, int] | None:
         raise BrokenInvariantError("admit was called with an empty queue")
     before = draft.pool, draft.waiting, draft.num_reused
     draft.waiting = draft.waiting.pop(id_of(sequence))
-    matched, retired = reusable(draft, sequence)
-    draft.pool, sequence = begun(draft.pool, sequence, matched, retired, draft.config.page_size)
-    if draft.pool.host is not None:
-        sequence = load(draft, sequence, len(matched))
-    reused = min(sequence.num_filled, sequence.tokens.length - 1)  # the last token runs for its logits even if it is filled
-    draft.num_reused += max(0, reused - sequence.most_filled)
-    cached = sequence.num_cached if sequence.most_filled else reused
-    sequence = replace(sequence, most_filled=max(sequence.most_filled, reused), num_cached=cached)
+    sequence = gone_on(draft, sequence)
     at = bisect(draft.running, turn_of(sequence), key=turn_of)
     draft.running.insert(at, sequence)
     count = fitting(draft, sequence, room)

@@ -2,10 +2,12 @@
 
 Reads end at any time, which is a fact from outside, as the time is. It enters the engine's state at the beginning of a step
 (`look_ahead`), and the plan of the step is a function of the state alone. A request whose pages are being read waits, and others go first.
-It waits no longer than running these tokens would take. Then it goes on with the pages that have come, and runs the other tokens.
+It waits no longer than running these tokens would take. Then it goes on with the pages that have come, and runs the other tokens. Or it
+runs the front of its prompt meanwhile (`split_reads.py`), and goes on after the pages that were read where it meets them (`meeting.py`).
 """
 
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -15,17 +17,22 @@ from nanovllm.engine.draft import Draft, id_of
 from nanovllm.engine.mirrored import mirrored
 from nanovllm.executor.distributed import least
 from nanovllm.executor.executor import runtime_of
-from nanovllm.executor.kv_disk import DiskTier
+from nanovllm.executor.kv_disk import DiskTier, Unwritten
 from nanovllm.state import disk_pages
 from nanovllm.state import pool as pools
 from nanovllm.state.engine_state import EngineState
+from nanovllm.state.offload import HostPages
 from nanovllm.state.pool import Pool, Taken
+from nanovllm.state.prefix_cache import PrefixIndex
 from nanovllm.state.prefix_keys import keys_from, keys_of
 from nanovllm.state.request import Sequence
+from nanovllm.state.steady import Steady
 
+T = TypeVar("T")
 NEXT = 4  # waiting requests whose pages are read ahead
 LONGEST_WAIT = 0.005  # seconds that a step with nothing else to do waits for a read
 FLUSHED = 16 << 20  # bytes that are copied from the device at once
+LOOKED_AT = 2048  # pages that one piece of a flush looks up, so that a request which comes meanwhile waits for milliseconds
 
 
 def look_ahead(state: EngineState, taken: Taken) -> EngineState:
@@ -47,12 +54,19 @@ def look_ahead(state: EngineState, taken: Taken) -> EngineState:
         return state  # the same pool, so that decode steps need no schedule
     state, mesh = _with(state, disk, ended), mesh_of(state)
     host = state.pool.host
-    for sequence in fresh:
-        assert host is not None
-        keys, num_tokens = _on_disk(replace(state.pool, host=host), disk, sequence, state.config.page_size)
-        host, pairs = disk_pages.read_ahead(host, id_of(sequence), on_all_disks(mesh, keys), num_tokens, state.config.page_size)
-        taken.host_pages.extend(at for at, _ in pairs)
-        disk.read(pairs)
+    size, num_before = state.config.page_size, sum(s.todo for s in _prompts(state))
+    for sequence in _next(state) if fresh else ():
+        assert host is not None and host.disk is not None
+        rid = id_of(sequence)
+        if rid not in host.disk.waits:
+            keys, start = _on_disk(replace(state.pool, host=host), disk, sequence, size)
+            num_tokens = sequence.tokens.length - 1 - start * size  # the last token runs in any case
+            keys = on_all_disks(mesh, keys)
+            host, pairs = disk_pages.read_ahead(host, rid, keys, num_tokens, size, start=start, num_before=num_before)
+            assert host.disk is not None
+            taken.host_pages.extend(at for at, _ in pairs)
+            disk.read(pairs, last_first=host.disk.waits[rid].stop > 0)
+        num_before += 0 if host.disk.holds(rid) else sequence.todo
     state = replace(state, pool=replace(state.pool, host=host))
     if host is not None and host.disk is not None:
         disk.looked_at = state.waiting, host.disk.waits
@@ -117,42 +131,68 @@ def flush_kv(state: EngineState, *, max_bytes: int | None = None) -> bool:
 @mirrored
 def flush_pages(state: EngineState, max_bytes: int | None) -> tuple[EngineState, bool]:
     """`flush_kv` on all ranks of an engine with a disk. Returns `state`, and whether all KV of all ranks is on disk or is being written."""
-    left = _flushed(enter(state), max_bytes)
-    return state, bool(least(mesh_of(state), [not left])[0])
+    flushed = _flushed(enter(state), max_bytes)
+    return state, bool(least(mesh_of(state), [flushed])[0])
 
 
-def _flushed(state: EngineState, max_bytes: int | None) -> int:
-    """Write KV of this rank. Returns how many pages are left."""
+def _flushed(state: EngineState, max_bytes: int | None) -> bool:
+    """Write KV of this rank. Returns whether all of it is on disk or is being written."""
     disk, host, index = runtime_of(state).disk, state.pool.host, state.pool.prefix
     assert disk is not None and host is not None
     disk.hold(False)
-    if disk.todo[0] is not index or max_bytes is None:  # in the end, also what an earlier call could not write
-        disk.keep([(at, key) for at, key in disk_pages.lasting(host, host.key_of) if not disk.has(key)])
-        idle = index.idle_pages()
-        pages = np.array([*(set(index.pages()) - set(idle)), *idle[::-1]], np.int32)  # those first that are evicted last
-        keys = keys_of(index, pages) if len(pages) else []
-        missing = [(key, page) for key, page in zip(keys, pages.tolist(), strict=True) if not disk.has(key) and key not in host.by_key]
-        disk.todo = index, missing
-    page_bytes, left = host.page_bytes, disk.todo[1]
-    most = len(left) if max_bytes is None else max(1, max_bytes // page_bytes)
-    while left and most > 0 and (max_bytes is None or disk.num_queued * page_bytes < FLUSHED):
-        part = left[: min(most, max(1, FLUSHED // page_bytes))]
-        del left[: len(part)]
-        most -= len(part)
-        disk.keep_images([key for key, _ in part], state.kv, [page for _, page in part])
-        if max_bytes is None:
-            disk.drain()
+    if disk.todo.index is not index or max_bytes is None:  # in the end, also what an earlier call could not write
+        disk.todo = Unwritten(index, [*host.key_of], _last_evicted_first(index))
+    todo, page_bytes, to_look_at = disk.todo, host.page_bytes, LOOKED_AT
+    most = len(todo.pages) if max_bytes is None else max(1, max_bytes // page_bytes)
+    while todo and (max_bytes is None or (most > 0 and disk.num_queued * page_bytes < FLUSHED)):
+        if todo.missing:
+            part = _taken(todo.missing, min(most, max(1, FLUSHED // page_bytes)))
+            most -= len(part)
+            disk.keep_images([key for key, _ in part], state.kv, [page for _, page in part])
+            if max_bytes is None:
+                disk.drain()
+        elif max_bytes is not None and to_look_at <= 0:
+            break
+        else:
+            to_look_at -= _look(disk, host, todo)
     if max_bytes is None:
         disk.drain()
-    return len(left)
+    return not todo
+
+
+def _last_evicted_first(index: PrefixIndex) -> list[int]:
+    """The pages of an index; those that are evicted last come first."""
+    idle = np.array(index.idle_pages()[::-1], np.int32)
+    return [*np.setdiff1d(np.array(index.pages(), np.int32), idle).tolist(), *idle.tolist()]
+
+
+def _look(disk: DiskTier, host: HostPages, todo: Unwritten) -> int:
+    """See which of the next pages are not on disk. Those in host memory are written from there. Returns how many it has looked at."""
+    if todo.host_pages:
+        part = _taken(todo.host_pages, LOOKED_AT)
+        disk.keep(disk_pages.lasting(host, part))
+        return len(part)
+    part = _taken(todo.pages, LOOKED_AT)
+    keys = keys_of(todo.index, np.array(part, np.int32))
+    todo.missing += [(key, page) for key, page in zip(keys, part, strict=True) if not disk.has(key) and key not in host.by_key]
+    return len(part)
+
+
+def _taken(items: list[T], count: int) -> list[T]:
+    """Take the first items out of a list."""
+    part = items[:count]
+    del items[:count]
+    return part
 
 
 def _with(state: EngineState, disk: DiskTier, ended: list[tuple[int, bool]]) -> EngineState:
     """The state at the time of the disk's clock, after some reads have ended."""
     host = state.pool.host
-    assert host is not None
+    assert host is not None and host.disk is not None
     ended, now = settled(disk, mesh_of(state), ended)
-    host = disk_pages.timed(disk_pages.arrived(host, ended), now, state.waiting.items)
+    prompts = {id_of(sequence) for sequence in _prompts(state)}
+    alive = {request_id for request_id in host.disk.waits if request_id in prompts or request_id in state.waiting.items}
+    host = disk_pages.timed(disk_pages.arrived(host, ended), now, alive)
     read = sum(whole for _, whole in ended) * state.config.page_size
     return replace(state, pool=replace(state.pool, host=host), stats=state.stats.add(read_tokens=read) if read else state.stats)
 
@@ -166,19 +206,24 @@ def _next(state: EngineState) -> list[Sequence]:
     return found
 
 
+def _prompts(state: EngineState) -> list[Sequence]:
+    """The running sequences that have prompt tokens to run. If the state has a `Steady`, there are none."""
+    return [] if isinstance(state.running, Steady) else [sequence for sequence in state.running if sequence.todo > 1]
+
+
 def _on_disk(pool: Pool, disk: DiskTier, sequence: Sequence, size: int) -> tuple[list[bytes], int]:
-    """The keys of the pages with which a request can go on after those on the device, and how many of its tokens they save."""
+    """The keys of the pages with which a request can go on after those on the device, and the place of the first of them."""
     host, tokens, namespace = pool.host, sequence.tokens.array(), sequence.request.namespace
     assert host is not None and host.disk is not None
     start = max(len(pools.match(pool, tokens, namespace)), sequence.num_filled // size)
     if sequence.num_filled % size or sequence.num_exact < sequence.num_filled:
-        return [], 0
+        return [], start
     coming, keys = {*host.disk.reading.values()}, list[bytes]()
     for key in keys_from(tokens, start, size, namespace):
         if not (key in host.by_key or key in coming or disk.folder.look(key)):
             break
         keys.append(key)
-    return keys, len(tokens) - 1 - start * size  # the last token runs in any case
+    return keys, start
 
 
 def _all_wait(state: EngineState) -> bool:

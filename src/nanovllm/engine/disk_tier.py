@@ -99,6 +99,6 @@ def _read_rate(files: PageFolder, num_ranks: int) -> float:
         room = (files.max_bytes - files.size) // (2 * num_ranks * files.page_bytes)  # so that no page is deleted for it
         rate = files.measure(count, READERS) if (count := min(16, MEASURED // files.page_bytes, room)) > 0 else SLOWEST
         files.note(RATES, rate)
-    except OSError:
+    except (OSError, RuntimeError):  # the latter if the system gives no threads
         return SLOWEST
     return rate

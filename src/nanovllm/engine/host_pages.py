@@ -17,11 +17,13 @@ from nanovllm.state.request import Sequence
 
 
 def load(draft: Draft, sequence: Sequence, num_matched: int) -> Sequence:
-    """Let a sequence that is being admitted go on with pages from host memory. They enter the index, so later requests share them.
+    """Let a sequence go on with pages from host memory. They enter the index, so later requests share them.
+
+    A partly filled page of the sequence is replaced by the whole one.
 
     Args:
         draft: The plan, which gets the new pages and the copies.
-        sequence: The sequence, over the pages with which it begins.
+        sequence: The sequence, over the pages with which it begins or goes on.
         num_matched: The pages that the prefix index has for its tokens.
 
     Returns:
@@ -31,7 +33,7 @@ def load(draft: Draft, sequence: Sequence, num_matched: int) -> Sequence:
     held, host = sequence.num_filled // size, pool.host
     if host is None or not len(host.by_key) or num_matched > held:
         return sequence
-    if sequence.num_filled % size or sequence.pages.length != held or sequence.num_exact < sequence.num_filled:
+    if sequence.num_exact < sequence.num_filled:
         return sequence
     tokens, namespace = sequence.tokens.array(), sequence.request.namespace
     found = offload.find(host, tokens, held, size, namespace)
@@ -48,7 +50,8 @@ def load(draft: Draft, sequence: Sequence, num_matched: int) -> Sequence:
     pool, fresh = taken
     draft.taken.note(pool, fresh)
     pool = replace(pool, host=offload.load(taken[0].host, found, fresh))
-    longer = sequence.with_pages(sequence.pages.extend(fresh), filled)
+    longer = sequence.with_pages(sequence.pages.truncate(held).extend(fresh), filled)
+    pool = pools.release(pool, sequence.pages.array(held))
     draft.pool = pools.insert(pool, tokens[: longer.num_filled], longer.pages.array(), namespace)
     return longer
 

@@ -8,6 +8,7 @@ with it than it has filled is admitted later, by the step that ends it.
 from collections.abc import Sequence as Seq
 
 from nanovllm.engine.draft import Draft, room_of
+from nanovllm.engine.meeting import tokens_before
 from nanovllm.engine.preemption import make_room
 from nanovllm.engine.prompt_room import PromptRoom
 from nanovllm.state.request import Sequence
@@ -25,6 +26,8 @@ def place_prefill(draft: Draft, sequence: Sequence, room: PromptRoom) -> int:
 def fitting(draft: Draft, sequence: Sequence, room: PromptRoom) -> int:
     """The number of tokens that room and pool allow a sequence to run now: at least one, if it has any left."""
     size, count = draft.config.page_size, room.most(sequence)
+    if (most := tokens_before(draft, sequence)) is not None:
+        count = min(count, most)
     spare = draft.pool.num_available - shares_tail(draft.pool, sequence, size)
     if draft.pool.frames is not None:  # a prompt soon gives back frames outside its window; leave some to decoding sequences
         spare -= min(len(draft.running) - 1, spare // 2)

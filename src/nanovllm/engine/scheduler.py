@@ -14,6 +14,7 @@ from nanovllm.engine.admission import HELD, admit, fits, may_admit, opens, set_s
 from nanovllm.engine.decode_pages import EARLY, lacks_pages, may_grow_early, place_decode
 from nanovllm.engine.disk_pages import set_reading_apart
 from nanovllm.engine.draft import Draft, id_of, room_of
+from nanovllm.engine.meeting import jump
 from nanovllm.engine.plan import Plan
 from nanovllm.engine.prompt_pages import offer, place_prefill
 from nanovllm.engine.prompt_room import PromptRoom
@@ -48,6 +49,7 @@ def schedule(
     draft = Draft(pool, list(running), waiting, config, expected_reply)
     draft.retire()
     set_reading_apart(draft)
+    jump(draft)
     decoding = decoding_rows(draft)
     room = PromptRoom.of(config, len(decoding))
     chosen = place_decode(draft, decoding) if decoding else set[int]()

@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -48,7 +48,7 @@ class DiskCounts:
         pages_missed: Pages that were not there any more when they were read.
         pages_damaged: Pages whose file was damaged. The files are deleted.
         pages_dropped: Pages that left host memory before they were written.
-        errors: Reads and writes that failed, such as on a full disk.
+        errors: Reads and writes that failed, such as on a full disk, or for which the system gave no thread.
 
     Examples:
         >>> from nanovllm.executor.kv_disk import DiskCounts
@@ -66,13 +66,33 @@ class DiskCounts:
     errors: int = 0
 
 
+@dataclass(slots=True, eq=False)
+class Unwritten:
+    """What is left of a prefix index and of host memory to write.
+
+    Attributes:
+        index: The prefix index.
+        host_pages: Host pages that were not looked at yet.
+        pages: Pages of the index that were not looked at yet.
+        missing: The (key, page) pairs that are not on disk.
+    """
+
+    index: Any = None
+    host_pages: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    missing: list[tuple[bytes, int]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.host_pages or self.pages or self.missing)
+
+
 class DiskTier:
     """The pages of an engine on disk, and the jobs that move them.
 
     Attributes:
         folder: The files.
         counts: What was done so far.
-        todo: The prefix index whose pages `flush_kv` writes, and the (key, page) pairs that are left of it.
+        todo: What is left to write by `flush_kv`.
         looked_at: The queue whose first requests were looked up last, and what they wait for.
 
     Args:
@@ -92,7 +112,7 @@ class DiskTier:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.folder, self.counts, self.clock = folder, DiskCounts(), clock
-        self.todo: tuple[Any, list[tuple[bytes, int]]] = None, []
+        self.todo = Unwritten()
         self.looked_at: tuple[Any, Any] = None, None
         self._memory = memory
         self._readers = readers or Threads(READERS, "kv-disk-read")
@@ -110,8 +130,8 @@ class DiskTier:
 
     # Reads
 
-    def read(self, pairs: Seq[tuple[int, bytes]]) -> None:
-        """Begin to read pages into host pages, in order; `pairs` are (host page, key)."""
+    def read(self, pairs: Seq[tuple[int, bytes]], *, last_first: bool = False) -> None:
+        """Begin to read pages of a prompt into host pages, the first or the last one first; `pairs` are (host page, key) in order."""
         if not pairs:
             return
         self.overwriting(at for at, _ in pairs)
@@ -119,15 +139,20 @@ class DiskTier:
         with self._changed:
             for at, key in pairs:
                 self._under_way[at] = key
-        for place, (at, key) in enumerate(pairs):
+        order = [*enumerate(pairs)]
+        for place, (at, key) in reversed(order) if last_first else order:
             # the first page of a prompt was used last: its later pages are of no use without it
-            self._readers.submit(partial(_run, weakref.ref(self), "_read", self._num_reads + place, at, key, marks, now - place))
+            job = partial(_run, weakref.ref(self), "_read", self._num_reads + place, at, key, marks, now - place)
+            if not self._readers.submit(job):
+                self._count(errors=1)
+                self._end_read(self._num_reads + place, at, key, whole=False)
         self._num_reads += len(pairs)
 
     def ended(self, reading: Mapping[int, bytes]) -> list[tuple[int, bool]]:
-        """The reads that have ended, in the order in which they began, each with whether its page is there: until `settle` forgets them.
+        """The reads that have ended, each with whether its page is there, until `settle` forgets them.
 
-        A read that the engine's state does not know, because the call that began it has failed, is waited for and dropped.
+        Those of a prompt come in the order of its pages. A read that the engine's state does not know, because the call that began it has
+        failed, is waited for and dropped.
 
         Args:
             reading: The host pages that the state reserves for reads, with their keys.
@@ -169,10 +194,14 @@ class DiskTier:
         except OSError:
             self._count(errors=1)
         finally:
-            with self._changed:
-                del self._under_way[at]
-                self._ended[at] = place, key, whole
-                self._changed.notify_all()
+            self._end_read(place, at, key, whole)
+
+    def _end_read(self, place: int, at: int, key: bytes, whole: bool) -> None:
+        """Note the end of a read."""
+        with self._changed:
+            del self._under_way[at]
+            self._ended[at] = place, key, whole
+            self._changed.notify_all()
 
     # Writes
 
@@ -197,7 +226,9 @@ class DiskTier:
             version = int(self._versions[at])
             with self._changed:
                 self._queued[key] = at, version
-            self._writers.submit(partial(_run, weakref.ref(self), "_write_host_page", at, key, version, marks, now))
+            if not self._writers.submit(partial(_run, weakref.ref(self), "_write_host_page", at, key, version, marks, now)):
+                self._count(errors=1)
+                self._written(key, (at, version))
 
     def keep_images(self, keys: Seq[bytes], kv: KVState, pages: Seq[int]) -> None:
         """Write pages of the device later; they are copied to host memory now, and the engine's thread waits for that.
@@ -217,7 +248,9 @@ class DiskTier:
         with self._changed:
             self._queued.update(dict.fromkeys(keys))
         for place, key in enumerate(keys):
-            self._writers.submit(partial(_run, weakref.ref(self), "_write", key, images[place].data, now - place))
+            if not self._writers.submit(partial(_run, weakref.ref(self), "_write", key, images[place].data, now - place)):
+                self._count(errors=1)
+                self._written(key, None)
 
     def hold(self, busy: bool) -> None:
         """Tell whether the engine has requests: then writes wait."""

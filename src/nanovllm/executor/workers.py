@@ -3,6 +3,7 @@
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol, runtime_checkable
 
 Job = Callable[[], None]
@@ -12,8 +13,8 @@ Job = Callable[[], None]
 class Workers(Protocol):
     """Who runs jobs beside the engine. Jobs raise no exceptions."""
 
-    def submit(self, job: Job) -> None:
-        """Run a job later."""
+    def submit(self, job: Job) -> bool:
+        """Run a job later. Returns False if nobody will run it."""
         ...
 
     def hold(self, held: bool) -> None:
@@ -45,16 +46,19 @@ class Threads:
         self._active = self._started = self._num_draining = 0
         self._held = self._closed = False
 
-    def submit(self, job: Job) -> None:
-        """Run a job in a thread."""
+    def submit(self, job: Job) -> bool:
+        """Run a job in a thread. Returns False if there is no thread, because the system gives none or after `close`."""
         with self._changed:
             if self._closed:
-                return
+                return False
             self._jobs.append(job)
             if self._started < min(self._count, self._active + len(self._jobs)):
-                self._started += 1
-                threading.Thread(target=self._run, name=self._name, daemon=True).start()
+                self._start()
+            if not self._started:
+                self._jobs.pop()
+                return False
             self._changed.notify_all()
+            return True
 
     def hold(self, held: bool) -> None:
         """Tell whether jobs should wait."""
@@ -79,6 +83,12 @@ class Threads:
             self._closed = True
             self._jobs.clear()
             self._changed.notify_all()
+
+    def _start(self) -> None:
+        """Start one more thread. If the system gives none, those that there are run all jobs."""
+        with suppress(RuntimeError):
+            threading.Thread(target=self._run, name=self._name, daemon=True).start()
+            self._started += 1
 
     def _may_run(self) -> bool:
         return self._closed or (bool(self._jobs) and (not self._held or self._num_draining > 0 or len(self._jobs) > self._most_held))

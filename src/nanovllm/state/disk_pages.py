@@ -1,4 +1,4 @@
-"""Pages on disk that a waiting request needs: they are read into host pages, if that is faster than running their tokens.
+"""Pages on disk that a request needs: they are read into host pages, if its prompt is then filled sooner (`split_reads.py`).
 
 A host page that is being read has an owner and no key, so nothing finds it, and nothing replaces it. When the read has ended, which
 is a fact from outside, `arrived` gives it its key, or frees it if the file was damaged or has gone.
@@ -13,8 +13,9 @@ import numpy as np
 from nanovllm.state import lru, offload
 from nanovllm.state import pages as page_ops
 from nanovllm.state.disk_reads import DiskReads, Wait
-from nanovllm.state.offload import LATENCY, HostPages
+from nanovllm.state.offload import HostPages
 from nanovllm.state.prefix_keys import is_full
+from nanovllm.state.split_reads import Paces, pages_to_load
 
 READ_LATENCY = 1e-3  # seconds that the first page of a read takes, whatever its size
 
@@ -28,26 +29,19 @@ def lasting(host: HostPages, pages: Iterable[int]) -> list[tuple[int, bytes]]:
     return [(at, key) for at in pages if (key := host.key_of.get(at)) is not None and is_full(key)]
 
 
-def timed(host: HostPages, now: float, waiting: Container[int]) -> HostPages:
-    """The host pages at another time. Of the requests that were looked up, only those in `waiting` are kept."""
+def timed(host: HostPages, now: float, alive: Container[int]) -> HostPages:
+    """The host pages at another time. Of the requests that were looked up, only those in `alive` are kept."""
     disk = _disk(host)
     waits = disk.waits
-    for request_id in [rid for rid in waits if rid not in waiting]:
+    for request_id in [rid for rid in waits if rid not in alive]:
         waits = waits.delete(request_id)
     return replace(host, disk=replace(disk, waits=waits, now=now))
 
 
-def seconds_to_read(host: HostPages, num_read: int, num_copied: int) -> float:
-    """How long it takes until pages are on the device: some are read first, after those that are being read, and all are copied."""
-    disk = _disk(host)
-    read = (len(disk.reading) + num_read) * host.page_bytes / disk.bytes_per_second
-    return READ_LATENCY + read + LATENCY + num_copied * host.page_bytes / host.rates.bytes_per_second
-
-
 def read_ahead(
-    host: HostPages, request_id: int, keys: Seq[bytes], num_tokens: int, page_size: int
+    host: HostPages, request_id: int, keys: Seq[bytes], num_tokens: int, page_size: int, *, start: int = 0, num_before: int = 0
 ) -> tuple[HostPages, tuple[tuple[int, bytes], ...]]:
-    """Reserve host pages for what a request needs from the disk, if reading is faster than running the tokens.
+    """Reserve host pages for what a request needs from the disk, if it is filled sooner by reading than by running all tokens.
 
     Args:
         host: The host pages.
@@ -56,33 +50,51 @@ def read_ahead(
             being read, or is on the disk.
         num_tokens: How many tokens of the request these pages can save.
         page_size: Tokens per page.
+        start: The place in the prompt of the first of these pages.
+        num_before: How many prompt tokens the device runs before those of the request.
 
     Returns:
-        The host pages, in which the request is noted in any case, and the (host page, key) pairs to read, in the order of the keys. At most
-        half of host memory is read at a time, and nothing into pages of chunks in host memory.
+        The host pages, in which the request is noted in any case, and the (host page, key) pairs to read, in the order of the keys. If the
+        request runs meanwhile (`Wait.stop`), the last one is read first. At most half of host memory is read at a time, and nothing into
+        pages of chunks in host memory.
     """
     disk = _disk(host)
     coming = {key: at for at, key in disk.reading.items()}
     there = [host.by_key[key] for key in keys if key in host.by_key]
     idle = np.array([at for at in there if host.used.refcount(at) == 1], np.int32)  # the others are those of chunks
-    room = min(host.num_pages // 2 - len(disk.reading), host.used.num_free + host.ages.count - len(idle))
-    absent = [key for key in keys if key not in host.by_key and key not in coming]
-    if len(absent) > max(0, room):
-        keys = keys[: keys.index(absent[max(0, room)])]
-        absent = absent[: max(0, room)]
+    room = max(0, min(host.num_pages // 2 - len(disk.reading), host.used.num_free + host.ages.count - len(idle)))
     first = next((place for place, key in enumerate(keys) if key not in host.by_key), len(keys))
     saved = min(len(keys) * page_size, num_tokens) - first * page_size
-    run = saved / host.rates.tokens_per_second
-    if first == len(keys) or saved <= 0 or seconds_to_read(host, len(absent), len(keys)) >= run:
+    paces = paces_of(host, page_size, num_before)
+    absent = [key not in host.by_key and key not in coming for key in keys[first:]]
+    begin, end = pages_to_load(paces, absent, room) if saved > 0 else (0, 0)
+    if not end:
         return replace(host, disk=replace(disk, waits=disk.waits.set(request_id, Wait(until=disk.now)))), ()
     host = replace(host, ages=lru.add(lru.remove(host.ages, idle), idle[::-1]))  # what it goes on with must stay
-    host = offload.make_room(host, len(absent))
-    used, taken = page_ops.allocate(host.used, min(len(absent), host.used.num_free)) or (host.used, ())
-    pairs, reading = tuple(zip(taken, absent, strict=False)), disk.reading
+    wanted = keys[first + begin : first + end]
+    fresh = [key for key, is_absent in zip(wanted, absent[begin:end], strict=True) if is_absent]
+    host = offload.make_room(host, len(fresh))
+    used, taken = page_ops.allocate(host.used, min(len(fresh), host.used.num_free)) or (host.used, ())
+    pairs, reading = tuple(zip(taken, fresh, strict=False)), disk.reading
     for at, key in pairs:
         reading, coming[key] = reading.set(at, key), at
-    wait = Wait(until=disk.now + run, pages=tuple(coming[key] for key in keys if key in coming))
+    pages, place = tuple(coming[key] for key in wanted if key in coming), start + first
+    wait = Wait(until=disk.now + paces.running(len(absent)), pages=pages)
+    wait = replace(wait, start=place + begin, stop=place + end) if begin else wait
     return replace(host, used=used, disk=replace(disk, reading=reading, waits=disk.waits.set(request_id, wait))), pairs
+
+
+def paces_of(host: HostPages, page_size: int, num_before: int) -> Paces:
+    """How long it takes to fill pages, after `num_before` other prompt tokens and the reads that are under way."""
+    disk, rates = _disk(host), host.rates
+    read = host.page_bytes / disk.bytes_per_second
+    return Paces(
+        run=page_size / rates.tokens_per_second,
+        read=read,
+        copy=host.page_bytes / rates.bytes_per_second,
+        before_run=num_before / rates.tokens_per_second,
+        before_read=READ_LATENCY + len(disk.reading) * read,
+    )
 
 
 def arrived(host: HostPages, ended: Seq[tuple[int, bool]]) -> HostPages:

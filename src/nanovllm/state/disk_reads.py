@@ -7,15 +7,19 @@ from immutables import Map
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """What a waiting request waits for.
+    """What a request waits for, or meets while it runs.
 
     Attributes:
         until: When it waits no longer, in seconds of a monotonic clock.
-        pages: The host pages that it waits for. Empty: none was worth reading.
+        pages: The host pages into which its pages are read. Empty: none was worth reading.
+        start: The place in its prompt of the first page that it meets: it runs the pages before that, and does not wait.
+        stop: The place after the last of these pages. 0: it waits, and meets none.
     """
 
     until: float
     pages: tuple[int, ...] = ()
+    start: int = 0
+    stop: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -25,7 +29,7 @@ class DiskReads:
     Attributes:
         bytes_per_second: How fast pages are read, as measured.
         reading: By host page the key of the prefix whose page is being read into it.
-        waits: By request what it waits for. Requests that were not looked up yet are not in it.
+        waits: By request what it waits for or meets. Requests that were not looked up yet are not in it.
         now: The time of the newest step, in seconds of a monotonic clock.
     """
 
@@ -37,4 +41,4 @@ class DiskReads:
     def holds(self, request_id: int) -> bool:
         """Whether a request waits for a page that is still being read."""
         wait = self.waits.get(request_id)
-        return wait is not None and self.now < wait.until and any(at in self.reading for at in wait.pages)
+        return wait is not None and not wait.stop and self.now < wait.until and any(at in self.reading for at in wait.pages)

@@ -1,14 +1,18 @@
 """Planted faults in KV that is kept on disk."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
+from immutables import Map
 
+from nanovllm.engine import meeting
 from nanovllm.executor import kv_disk, page_file
 from nanovllm.executor.kv_disk import DiskTier
 from nanovllm.executor.page_folder import PageFolder
 from nanovllm.state import disk_pages, lru, offload
 from nanovllm.state import pages as page_ops
+from nanovllm.state.prefix_keys import keys_from
 from nanovllm.testing.machines.disk import DiskMachine
 from nanovllm.testing.shadows.late_disk import LateWorkers
 from tests.property.faults.engine import Fault
@@ -108,6 +112,40 @@ def _lets_reads_replace_chunks(read_ahead):
     return faulty
 
 
+def _takes_what_is_still_being_read(gone_on):
+    def faulty(draft, sequence):
+        host = draft.pool.host
+        by_key = host.by_key.update({key: at for at, key in host.disk.reading.items()})
+        draft.pool = replace(draft.pool, host=replace(host, by_key=by_key))
+        sequence = gone_on(draft, sequence)
+        after = draft.pool.host
+        draft.pool = replace(draft.pool, host=replace(after, by_key=Map({key: at for at, key in after.key_of.items()})))
+        return sequence
+
+    return faulty
+
+
+def _skips_missing_pages(gone_on):
+    def every(host, tokens, start, page_size, namespace=0):
+        keys = keys_from(tokens, start, page_size, namespace)
+        return [at for key in keys if (at := host.by_key.get(key)) is not None]
+
+    def faulty(draft, sequence):
+        with patch.object(offload, "find", every):
+            return gone_on(draft, sequence)
+
+    return faulty
+
+
+def _counts_what_it_ran_as_reused(gone_on):
+    def faulty(draft, sequence):
+        after = gone_on(draft, sequence)
+        draft.num_reused += sequence.num_filled if after.num_filled > sequence.num_filled else 0
+        return after
+
+    return faulty
+
+
 DISK_FAULTS: tuple[Fault, ...] = (
     Fault(name="disk: a changed file is trusted", machine=DiskMachine, targets=((page_file, "_digest"),), faulty=_trusts_changed_files),
     Fault(
@@ -183,5 +221,23 @@ DISK_FAULTS: tuple[Fault, ...] = (
         machine=DiskMachine,
         targets=((disk_pages, "is_full"),),
         faulty=lambda is_full: lambda key: True,
+    ),
+    Fault(
+        name="split: pages are taken that are still being read",
+        machine=DiskMachine,
+        targets=((meeting, "gone_on"),),
+        faulty=_takes_what_is_still_being_read,
+    ),
+    Fault(
+        name="split: a page that is missing is jumped over",
+        machine=DiskMachine,
+        targets=((meeting, "gone_on"),),
+        faulty=_skips_missing_pages,
+    ),
+    Fault(
+        name="split: what ran before counts as reused",
+        machine=DiskMachine,
+        targets=((meeting, "gone_on"),),
+        faulty=_counts_what_it_ran_as_reused,
     ),
 )

@@ -212,5 +212,7 @@ def disk_figures(state: EngineState) -> dict[str, int]:
         "disk_bytes_written": counts.bytes_written,
         "disk_bytes_read": counts.bytes_read,
         "disk_pages_damaged": counts.pages_damaged,
+        "disk_pages_missed": counts.pages_missed,
+        "disk_pages_dropped": counts.pages_dropped,
         "disk_errors": counts.errors,
     }

@@ -46,6 +46,8 @@ SPECS = (
     Spec("counter", "disk_bytes_written", "disk_written_bytes", None, "Bytes of KV that were written to the disk."),
     Spec("counter", "disk_bytes_read", "disk_read_bytes", None, "Bytes of KV that were read from the disk."),
     Spec("counter", "disk_pages_damaged", "disk_damaged_pages", None, "Pages whose file was damaged."),
+    Spec("counter", "disk_pages_missed", "disk_missed_pages", None, "Pages whose file had gone when it was read."),
+    Spec("counter", "disk_pages_dropped", "disk_dropped_pages", None, "Pages that left host memory before they were written."),
     Spec("counter", "disk_errors", "disk_errors", None, "Reads and writes of pages that failed."),
     Spec("counter", "steps", "steps", None, "Steps of the engine."),
     Spec("histogram", "time_to_first_token", "time_to_first_token_seconds", "time_to_first_token_seconds",

@@ -20,7 +20,7 @@ from nanovllm.state.disk_reads import DiskReads
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.kv_cache import bytes_per_page
 from nanovllm.state.offload import init_host
-from nanovllm.state.prefix_keys import is_full, keys_of
+from nanovllm.state.prefix_keys import is_full, keys_from, keys_of
 from nanovllm.testing.machines.host_memory import ALWAYS, HostMemoryMachine
 from nanovllm.testing.shadows.late_copies import FlakyHostMemory
 from nanovllm.testing.shadows.late_disk import FlakyFolder, LateDiskTier
@@ -32,10 +32,11 @@ from nanovllm.testing.strategies import Limits, limits, token_ids
 class DiskMachine(HostMemoryMachine):
     """`HostMemoryMachine` for an engine that also has a folder for 1 to 16 pages, from which it reads whatever it finds there.
 
-    Reads and writes end late. Files are changed, cut and deleted, and the disk is full or broken for a while. The disk tier forgets what it
-    was doing and starts again, as after a crash, and other engines share the folder. Chunks are moved to host memory, also while reads of
-    a failed call go on. The content of each whole file is compared with that of the page it was written from. Replies must equal those of
-    a request alone in an engine without host memory and disk.
+    Requests wait for what they read, or run the front of their prompts until they meet it. Reads and writes end late. Files are changed,
+    cut and deleted, and the disk is full or broken for a while. The disk tier forgets what it was doing and starts again, as after a
+    crash, and other engines share the folder. Chunks are moved to host memory, also while reads of a failed call go on. The content of
+    each whole file is compared with that of the page it was written from. Replies must equal those of a request alone in an engine
+    without host memory and disk.
 
     Attributes:
         world: The engine and model under test, with their oracle: a `World`. The default is `SymbolicWorld()`.
@@ -55,10 +56,16 @@ class DiskMachine(HostMemoryMachine):
         self.folder: Path | None = None
         self.limits: Limits | None = None
         self.max_bytes = 0
+        self.slowness = 0.0
 
-    @initialize(data=st.data(), num_host_pages=st.integers(2, 12))
-    def start(self, data: st.DataObject, num_host_pages: int) -> None:
-        """Start a fresh engine with host memory and an empty folder. Chunks may pin about half of its pool."""
+    @initialize(data=st.data(), num_host_pages=st.integers(2, 12), slowness=st.sampled_from([0.0, 1.0, 2.0]))
+    def start(self, data: st.DataObject, num_host_pages: int, slowness: float) -> None:
+        """Start a fresh engine with host memory and an empty folder. Chunks may pin about half of its pool.
+
+        A page takes `slowness` times as long to read as to run. If that is 0, requests wait for all that they can read; if not, they run
+        the front of their prompts meanwhile.
+        """
+        self.slowness = slowness
         self.limits, self.folder = data.draw(limits(self.max_tokens)), Path(tempfile.mkdtemp(prefix="nanovllm-kv-"))
         self.max_bytes = data.draw(st.integers(1, 16))  # pages, until the size of one is known
         self.state = self._engine(num_host_pages)
@@ -73,7 +80,8 @@ class DiskMachine(HostMemoryMachine):
         page = bytes_per_page(self.world.model.config, page_size=config.page_size, dtype=kv.pools[0].dtype)
         runtime.host = FlakyHostMemory(kv, num_host_pages, executor)
         runtime.disk = LateDiskTier(self._open(page), runtime.host)
-        host = replace(init_host(num_host_pages, page, ALWAYS), disk=DiskReads(bytes_per_second=1e15))
+        rate = page / (self.slowness * config.page_size) if self.slowness else 1e15  # in which ALWAYS runs one token per second
+        host = replace(init_host(num_host_pages, page, ALWAYS), disk=DiskReads(bytes_per_second=rate))
         return replace(state, pool=replace(state.pool, host=host))
 
     def _open(self, page_bytes: int) -> FlakyFolder:
@@ -136,6 +144,31 @@ class DiskMachine(HostMemoryMachine):
                 self.needed += self.pending.pop(rid).most_filled
         self._disk.reads.run(data.draw(st.integers(0, 2)))
         self.step(2)
+
+    @rule(
+        data=st.data(),
+        prompt=token_ids(min_size=5, max_size=12),
+        more=token_ids(min_size=0, max_size=3),
+        damaged=st.sampled_from([False, False, True]),
+        reads=st.lists(st.sampled_from([0, 1, 2, 4, 8]), min_size=3, max_size=6),
+    )
+    def meet(self, data: st.DataObject, prompt: list[int], more: list[int], damaged: bool, reads: list[int]) -> None:
+        """Submit a request whose first pages, which an earlier one has filled, are on disk alone; let reads end between its steps."""
+        self._submit(None, prompt, replace(self._options(data), max_tokens=1), keep=False)
+        self.step(4)
+        flush_kv(self.state)
+        host, idle, stored = self.state.pool.host, self.state.prefix.idle_pages(), self._stored()
+        keys = keys_from(np.array(prompt, np.int32), 0, self.state.config.page_size)
+        away = [key for key in keys if key in stored]
+        if host is None or not away:
+            return
+        self.state.runtime.lease.lose(idle, [*host.key_of])  # as after a failed call
+        if damaged:
+            self._change(stored[away[data.draw(st.integers(0, len(away) - 1))]], 0)
+        self._submit(None, prompt + more, self._options(data), keep=False)
+        for count in reads:
+            self.step(1)
+            self._disk.reads.run(count)
 
     def _away(self) -> list[bytes]:
         """The keys of pages that are on disk and not on the device, whose tokens are known."""

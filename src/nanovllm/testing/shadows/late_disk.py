@@ -17,9 +17,10 @@ class LateWorkers:
     def __init__(self) -> None:
         self.jobs = list[Callable[[], None]]()
 
-    def submit(self, job: Callable[[], None]) -> None:
+    def submit(self, job: Callable[[], None]) -> bool:
         """Remember a job."""
         self.jobs.append(job)
+        return True
 
     def hold(self, held: bool) -> None:
         """Jobs wait in any case."""
