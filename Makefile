@@ -115,6 +115,8 @@ bench-http: $(DEV)
 # What docs/explanation/reuse-quality.md shows; its table is the output.
 eval-reuse: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/nanovllm eval-reuse --questions 96 --out docs/explanation/reuse-quality
+	OMP_NUM_THREADS=1 $(BIN)/nanovllm eval-reuse --questions 96 --kv-dtype fp8 --out docs/explanation/reuse-quality-fp8
+	rm -f docs/explanation/reuse-quality-fp8.svg  # its figures are shown as a table
 
 # The pages docs/reference/parity*.md: every architecture, and every quantised format, compared with transformers.
 parity: $(DEV)

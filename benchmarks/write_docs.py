@@ -13,6 +13,7 @@ Tables and pictures are in blocks between markers. A document may have any numbe
 - `<!-- http: NAME.json -->` ... `<!-- /http -->`: a row for each number of streams in a file of `benchmarks/http_bench.py`.
 - `<!-- faults: NAME.json -->` ... `<!-- /faults -->`: a row for each fault in a file of `benchmarks/http_faults.py`.
 - `<!-- host: NAME.json -->` ... `<!-- /host -->`: a row for each kind of client in a file of `benchmarks/host.py`.
+- `<!-- formats: NAME.json -->` ... `<!-- /formats -->`: what quantised weights and KV cost, from a file of `benchmarks/formats.py`.
 - `<!-- past: NAME.json -->`, `<!-- past-parts: NAME.json -->`, `<!-- all-reduces: NAME.json -->` and `<!-- fits: NAME.json -->`, each with
   its end: rates on several GPUs, what they are made of, latencies, and the memory, from a file of `benchmarks/past_one_gpu.py`.
 - `<!-- fleet: NAME.json -->`, `<!-- failures: NAME.json -->`, `<!-- keys: NAME.json -->` and `<!-- fit: NAME.json -->`, each with its end:
@@ -37,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EXPLANATION = ROOT / "docs/explanation"
 PAGES = (EXPLANATION / "steps-in-your-program.md", ROOT / "docs/how-to/serve-safely.md", EXPLANATION / "past-these-machines.md")
 DOCUMENTS = (ROOT / "docs/explanation/performance.md", ROOT / "docs/reference/figures.md", ROOT / "README.md", *PAGES)
-KINDS = "bench|brief|families|embed|http|faults|host|past-parts|past|all-reduces|fits|fleet|failures|keys|fit"
+KINDS = "bench|brief|formats|families|embed|http|faults|host|past-parts|past|all-reduces|fits|fleet|failures|keys|fit"
 BLOCK = re.compile(rf"(<!-- ({KINDS}): ([\w.-]+)\.json -->\n).*?(<!-- /\2 -->)", re.S)
 NONE = "No figures yet.\n"
 BRIEF = {
@@ -179,6 +180,31 @@ def host(result: dict[str, Any]) -> str:
     return "\n".join((about, "", *table(("clients ask for", *(f"{count} row{'s' * (count > 1)}" for count in rows)), lines))) + "\n"
 
 
+def formats(result: dict[str, Any]) -> str:
+    """Return two tables of what formats cost: the packaged model, and random weights by shape."""
+    moved, lines = ("MB of weights", "worst layer", "divergence, nats", "same token"), list[tuple[str, ...]]()
+    cases = {one["cases"] for one in result["formats"].values()}
+    for name, one in result["formats"].items():
+        apart = f"{one['points']:+.2f} ({one['points_error']:.2f})" if one["changed"] else "0"
+        lines.append((name, f"{one['recall']:.2%}", apart, *_moves(one)))
+    about = f"Packaged model, {result['cpu']}, commit {result['commit']} (`{result['command']}`), {max(cases):,} questions:"
+    head = ("weights or KV", "right answers", "points from bfloat16 (standard error)", *moved)
+    shapes = [
+        (f"{shape}, {each['layers']} layers", name, *_moves(one))
+        for shape, each in result["shapes"].items()
+        for name, one in each["formats"].items()
+    ]
+    parts = (about, "", *table(head, lines), "", "Random weights:", "", *table(("widths of", "weights", *moved), shapes))
+    return "\n".join(parts) + "\n"
+
+
+def _moves(one: dict[str, Any]) -> tuple[str, ...]:
+    if "bytes" not in one:
+        return ("", "", "", "")
+    same = f"{one['same_tokens'] / one['tokens']:.1%}"
+    return f"{one['bytes'] / 1e6:,.1f}", f"{one['worst_layer']:.1%}", f"{one['divergence']:.2g}" if one["divergence"] else "0", same
+
+
 def past(result: dict[str, Any]) -> str:
     """Return a table of derived tokens per second: a row per model, dtype and number of GPUs, each cell from one estimate to the other."""
     columns = [(card, batch) for card in result["rates"] for batch in ("b1", "b64")]
@@ -318,7 +344,7 @@ def fit(result: dict[str, Any]) -> str:
 
 
 SIMPLE = {
-    "embed": embed, "families": families, "http": http, "faults": faults, "host": host,
+    "embed": embed, "formats": formats, "families": families, "http": http, "faults": faults, "host": host,
     "past": past, "past-parts": past_parts, "all-reduces": all_reduces, "fits": fits,
     "fleet": fleet, "failures": failures, "keys": keys, "fit": fit,
 }  # fmt: skip

@@ -1,5 +1,6 @@
 """`decode_step` inside the caller's compiled program: one graph, no copy of the KV, the tokens of `generate`."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 
 import nanovllm as nv
+from nanovllm.loading.quantisation.rounding import Rounding, rounded_params
+from nanovllm.ops.linear.quantise import KINDS, Kind
+from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.testing.models import random_model, tiny_config
 
 pytestmark = pytest.mark.compile
@@ -49,6 +53,39 @@ def test_two_steps_trace_in_one_region(architecture: str, options: dict[str, Any
     state, gens = nv.commit(model, state, carry)
     nv.check(state)
     assert torch.cat(drawn, 1).tolist() == [g.token_ids for g in gens] == [g.token_ids for g in want]
+
+
+@pytest.mark.parametrize("options", [{}, {"forward": nv.forward}], ids=["as the engine runs", "layer by layer"])
+@pytest.mark.parametrize("head", [False, True], ids=["plain head", "rounded head"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantised_weights_trace_in_one_region(kind: Kind, head: bool, options: dict[str, Any]):
+    """The codes and scales are inputs of the graph, and the tokens and log-probabilities are those of the uncompiled step."""
+    plain = random_model(tiny_config(num_layers=1), 0)
+    params = rounded_params(plain.params, Rounding(kind=kind, head=head))
+    model = replace(plain, params=params, fingerprint=kind)
+    assert isinstance(params.layers[0].qkv, QuantisedMatrix) and isinstance(params.head, QuantisedMatrix) == head
+    asked = replace(GREEDY, logprobs=0)
+
+    def one_step(params: Any, carry: nv.DecodeCarry) -> tuple[nv.DecodeCarry, nv.DecodeOutput]:
+        return nv.decode_step(params, carry, model.config, **options)
+
+    torch.compiler.reset()  # each case compiles the same code, and their number has a limit
+    counter = CompileCounterWithBackend("inductor")
+    found = []
+    for step in (one_step, torch.compile(one_step, fullgraph=True, backend=counter)):
+        state, carry = nv.begin(model, state_of(model), CONTEXTS, asked, room=4)
+        tokens, logprobs = [], []
+        for _ in range(4):
+            carry, out = step(params, carry)
+            tokens.append(out.token_ids)
+            logprobs.append(out.logprobs)
+        nv.check(nv.commit(model, state, carry)[0])
+        found.append((torch.stack(tokens), torch.stack(logprobs)))
+    assert torch.equal(found[0][0], found[1][0])
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-5, atol=1e-5)
+    _, want = nv.generate_many(model, state_of(model), CONTEXTS, replace(asked, max_tokens=4))
+    assert found[0][0].T.tolist() == [g.token_ids for g in want]
+    assert counter.frame_count <= 2  # the second after the buffers of the first step became those of a step
 
 
 def test_sampled_steps_equal_generate(model: nv.Model):

@@ -67,7 +67,10 @@ def source(options: argparse.Namespace) -> dict[str, Any]:
 
 def add_quantization(parser: Any) -> None:
     """Add the options for rounding weights to a parser or a group."""
-    kinds = "round the matrices to 8 or 4 bits while they are loaded; a checkpoint that is quantised already needs no option"
+    kinds = (
+        "round the matrices to 8 or 4 bits while they are loaded (int4 is what compressed-tensors and nanovllm quantize call w4a16); "
+        "a checkpoint that is quantised already needs no option"
+    )
     parser.add_argument("--quantization", choices=KINDS, help=kinds)
     parser.add_argument("--quantize-head", action="store_true", help="with --quantization: round the output matrix, too")
     rounds = "with FP8 weights that have a scale per row: round activations of steps of many tokens, too: faster, less exact"

@@ -108,7 +108,8 @@ def write_quantised(
     Args:
         folder: The checkpoint.
         out: The folder to make. It appears only when it is complete.
-        form: `"fp8"` (e4m3, a scale per row), `"int8"` (a scale per row) or `"w4a16"` (4 bits, a scale for each 128 columns).
+        form: `"fp8"` (e4m3, a scale per row), `"int8"` (a scale per row) or `"w4a16"` (4 bits, a scale for each 128 columns;
+            `"int4"` while loading).
         progress: Whether to show a progress bar on stderr. None: only if stderr is a terminal.
         device: Where matrices are rounded.
         trust_remote_code: Whether Python code in the checkpoint may be executed to find out what it is.

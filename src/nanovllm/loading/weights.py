@@ -23,7 +23,7 @@ from nanovllm.config import Mesh, ModelConfig
 from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.loading.quantisation.arranging import arranged
 from nanovllm.loading.quantisation.config import Quantisation
-from nanovllm.loading.quantisation.formats import STORED
+from nanovllm.loading.quantisation.formats import STORED, PartError
 from nanovllm.loading.quantisation.rounding import Rounding, quantisable
 from nanovllm.loading.quantisation.stored import UNQUANTISED, StoredMatrices, module_of, stored_matrices
 from nanovllm.loading.safetensors_headers import TensorHeader, read_headers
@@ -183,8 +183,9 @@ def load_params(
             try:
                 parts = {suffix: tensor(whole) for suffix, whole in stored.read(name, headers).items()}
                 return stored.formats[name].matrix(*stored.shapes[name], parts)
-            except CheckpointError as error:
-                raise CheckpointError(f"{module}: {error}") from None
+            except PartError as error:
+                whole = f"{module}.{error.suffix}"
+                raise CheckpointError(f"{headers[whole].file}: {whole}: {error}") from None
 
         def read(info: ParamInfo) -> Any:
             if any(name in stored.formats for name in info.sources):

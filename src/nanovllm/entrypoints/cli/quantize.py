@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `nanovllm quantize`."""
     parser.add_argument("model", metavar="MODEL", help="a folder, a repository in the Hugging Face cache, or tiny, the packaged model")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
-    forms = "fp8: e4m3 with a scale per row; int8: a scale per row; w4a16: 4 bits with a scale for each 128 columns"
+    forms = "fp8: e4m3 with a scale per row; int8: a scale per row; w4a16: 4 bits with a scale for each 128 columns, elsewhere called int4"
     parser.add_argument("--format", required=True, choices=[*SCHEMES], help=forms)
     parser.add_argument("--device", metavar="D", help=f"where matrices are rounded: {DEVICE}")
     add_source(parser)

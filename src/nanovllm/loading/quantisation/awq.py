@@ -49,7 +49,7 @@ class Awq:
     def matrix(self, rows: int, columns: int, parts: Mapping[str, Tensor]) -> QuantisedMatrix:
         """The matrix of these tensors."""
         zeros = _columns(parts["qzeros"]) if self.zeros else None
-        return integers(_columns(parts["qweight"]), 4, parts["scales"].T, zeros, None, self.group or columns)
+        return integers(_columns(parts["qweight"]), 4, parts["scales"].T, zeros, None, self.group or columns, "scales")
 
 
 def _columns(words: Tensor) -> Tensor:

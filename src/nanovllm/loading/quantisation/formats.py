@@ -18,6 +18,14 @@ STORED = {
 }  # fmt: skip
 
 
+class PartError(CheckpointError):
+    """A tensor of a matrix has values that it cannot have. `suffix` is the end of the tensor's name, as in `MatrixFormat.parts`."""
+
+    def __init__(self, suffix: str, why: str):
+        super().__init__(why)
+        self.suffix = suffix
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """One tensor of a stored matrix: the shapes and dtypes that it may have, and whether it must be there."""
@@ -54,39 +62,45 @@ class MatrixFormat(Protocol):
         """The matrix of these tensors, whose shapes and dtypes are those of `parts`. Optional tensors may be missing.
 
         Raises:
-            CheckpointError: The values cannot be those of a matrix.
+            PartError: The values of a tensor cannot be those of a matrix.
         """
         ...
 
 
-def sealed(matrix: QuantisedMatrix) -> QuantisedMatrix:
+def sealed(matrix: QuantisedMatrix, scale: str) -> QuantisedMatrix:
     """The matrix, if all that it stands for is a finite number.
 
+    Args:
+        matrix: The matrix. Codes of fp8 are stored as `weight`.
+        scale: The suffix of its scales.
+
     Raises:
-        CheckpointError: A scale is not finite, or is 0 for codes that are not, or an fp8 code is NaN.
+        PartError: A scale is not finite, or is 0 for codes that are not, or an fp8 code is NaN.
     """
     scales, codes = matrix.scales, matrix.codes
-    if not scales.isfinite().all():
-        raise CheckpointError("a scale is infinite or NaN")
+    finite = scales.isfinite()
+    if not finite.all():
+        raise PartError(scale, f"a scale is {scales[~finite][0]}: the file is damaged, or the tool that quantised it overflowed")
     if codes.dtype == torch.float8_e4m3fn and ((codes.view(torch.uint8) & 0x7F) == 0x7F).any():
-        raise CheckpointError("a code is NaN")
+        raise PartError("weight", "a code is NaN")
     if (scales == 0).any():
         lost = replace(matrix, scales=(scales == 0).to(scales.dtype))
         if lost.dequantised(torch.float32).any():
-            raise CheckpointError("a scale is 0 for weights that are not")
+            raise PartError(scale, "a scale is 0 for weights that are not")
     return matrix
 
 
-def ordered(codes: Tensor, groups: Tensor, group: int) -> tuple[Tensor, Tensor | None]:
+def ordered(codes: Tensor, groups: Tensor, group: int, suffix: str) -> tuple[Tensor, Tensor | None]:
     """Codes whose columns are sorted by their groups, and the order; None where they already are.
 
     Args:
         codes: int8 `[N, K]`.
         groups: The group of each column, int32 `[K]`.
         group: Columns of a group.
+        suffix: The suffix of `groups`.
 
     Raises:
-        CheckpointError: A group has not `group` columns; the last one may have fewer.
+        PartError: A group has not `group` columns; the last one may have fewer.
     """
     columns = codes.shape[1]
     wanted = torch.arange(columns, device=groups.device, dtype=groups.dtype) // group
@@ -94,12 +108,14 @@ def ordered(codes: Tensor, groups: Tensor, group: int) -> tuple[Tensor, Tensor |
         return codes, None
     order = torch.argsort(groups, stable=True)
     if not torch.equal(groups[order], wanted):
-        raise CheckpointError(f"g_idx does not put {group} columns into each group")
+        raise PartError(suffix, f"it does not put {group} columns into each group")
     return codes[:, order], order.to(torch.int32)
 
 
-def integers(codes: Tensor, bits: int, scales: Tensor, zeros: Tensor | None, order: Tensor | None, group: int) -> QuantisedMatrix:
-    """The matrix of signed codes, int8 `[N, K]`, packed if they have 4 bits."""
+def integers(
+    codes: Tensor, bits: int, scales: Tensor, zeros: Tensor | None, order: Tensor | None, group: int, scale: str
+) -> QuantisedMatrix:
+    """The matrix of signed codes, int8 `[N, K]`, packed if they have 4 bits. `scale` is the suffix of the scales; see `sealed`."""
     kept = packed(codes) if bits == 4 else codes
     return sealed(
         QuantisedMatrix(
@@ -109,7 +125,8 @@ def integers(codes: Tensor, bits: int, scales: Tensor, zeros: Tensor | None, ord
             order=order,
             columns=codes.shape[1],
             group=group,
-        )
+        ),
+        scale,
     )
 
 

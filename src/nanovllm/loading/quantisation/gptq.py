@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.errors import CheckpointError
-from nanovllm.loading.quantisation.formats import SCALES, Part, fields, integers, ordered, signed
+from nanovllm.loading.quantisation.formats import SCALES, Part, PartError, fields, integers, ordered, signed
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.types import Tensor
 
@@ -56,12 +56,13 @@ class Gptq:
         if not self.symmetric:
             stored = fields(parts["qzeros"], self.bits, 1)[:, :rows]
             if self.version == 1 and (stored == middle).all():
-                raise CheckpointError(
+                raise PartError(
+                    "qzeros",
                     f"all zero points are {middle}, which version 1 of the format would read as {middle + 1}: "
-                    "the file is of version 2, or symmetric, and its quantization_config says otherwise"
+                    "the file is of version 2, or symmetric, and its quantization_config says otherwise",
                 )
             zeros = stored.T.to(torch.int16) + (2 - self.version) - middle
         order, groups = None, parts.get("g_idx")
         if groups is not None:
-            codes, order = ordered(codes, groups, group)
-        return integers(codes, self.bits, parts["scales"].T, zeros, order, group)
+            codes, order = ordered(codes, groups, group, "g_idx")
+        return integers(codes, self.bits, parts["scales"].T, zeros, order, group, "scales")

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nanovllm.errors import CheckpointError
-from nanovllm.loading.quantisation.formats import SCALES, Part, fields, integers, ordered, signed
+from nanovllm.loading.quantisation.formats import SCALES, Part, PartError, fields, integers, ordered, signed
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.types import Tensor
 
@@ -45,7 +44,7 @@ class PackedWords:
         """The matrix of these tensors."""
         shape = parts.get("weight_shape")
         if shape is not None and shape.tolist() != [rows, columns]:
-            raise CheckpointError(f"weight_shape is {shape.tolist()}, and the config asks for {[rows, columns]}")
+            raise PartError("weight_shape", f"it is {shape.tolist()}, and the config asks for {[rows, columns]}")
         group = self.group or columns
         codes = signed(fields(parts["weight_packed"], self.bits, 1)[:, :columns], self.bits)
         zeros = parts.get("weight_zero_point")
@@ -53,5 +52,5 @@ class PackedWords:
             zeros = signed(fields(zeros, self.bits, 0)[:rows], self.bits)
         order, groups = None, parts.get("weight_g_idx")
         if groups is not None and not (groups == -1).all():
-            codes, order = ordered(codes, groups, group)
-        return integers(codes, self.bits, parts["weight_scale"], zeros, order, group)
+            codes, order = ordered(codes, groups, group, "weight_g_idx")
+        return integers(codes, self.bits, parts["weight_scale"], zeros, order, group, "weight_scale")

@@ -74,5 +74,6 @@ class ScaledCodes:
                 columns=columns,
                 group=self.columns or columns,
                 rows=self.rows or rows,
-            )
+            ),
+            self.scale,
         )

@@ -1,16 +1,21 @@
 """The outlook of a model that is rounded while it is loaded: its bytes, its kernels, and what is not possible."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+import nanovllm as nv
 from nanovllm.config import ModelConfig
 from nanovllm.entrypoints.cli.bench import model_shapes
 from nanovllm.entrypoints.cli.bench.model_shapes import random_weights
 from nanovllm.entrypoints.cli.check.preflight import outlook
+from nanovllm.entrypoints.cli.check.preflight_text import text
 from nanovllm.errors import InvalidRequestError
+from nanovllm.loading.quantised_copy import write_quantised
 from nanovllm.ops.linear.quantise import KINDS, Kind
-from nanovllm.testing.models import tiny_config
+from nanovllm.testing.models import save_hf_folder, tiny_config
 
 CPU = torch.device("cpu")
 SHAPES: dict[str, ModelConfig] = {
@@ -30,8 +35,18 @@ def test_the_bytes_are_those_of_the_rounded_weights(name: str, kind: Kind | None
     found = outlook(name, CPU, "bfloat16", shapes=SHAPES, **how)
     assert found.weights is not None and found.kernels is not None
     assert found.weights.held == sum(leaf.nbytes for leaf in pytree.tree_leaves(model.params) if leaf is not None)
-    assert bool(model.quantization) == (kind is not None)
+    assert found.weights.quantization == model.quantization and bool(model.quantization) == (kind is not None)
+    assert (f" here in bfloat16, matrices in {model.quantization}" if kind else "here in bfloat16;") in " ".join(text(found).split())
     assert found.kernels.against == ("experts" if name == "experts" else found.kernels.against)
+
+
+def test_a_copy_in_w4a16_is_said_to_be_int4(tmp_path: Path) -> None:
+    folder = save_hf_folder(tmp_path / "plain", tiny_config(hidden_size=128, intermediate_size=128, head_dim=32))
+    write_quantised(folder, tmp_path / "copy", "w4a16")
+    for name in ("plain", "copy"):
+        found = outlook(str(tmp_path / name), CPU, None, shapes=SHAPES)
+        assert found.weights is not None and found.weights.quantization == nv.load_model(tmp_path / name, "cpu").quantization
+    assert "matrices in int4 in groups of 128 (compressed-tensors)" in " ".join(text(found).split())
 
 
 def test_an_impossible_rounding_is_refused(untyped: None) -> None:

@@ -303,3 +303,25 @@ def test_the_published_table_is_of_the_published_report() -> None:
     assert f"```\n{table(report)}\n```" in (docs / "reuse-quality.md").read_text()
     settings: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in written["settings"].items()}
     assert Settings(**settings)
+
+
+def test_the_published_figures_of_fp8_are_of_the_published_reports() -> None:
+    """Beside the report without FP8, of the same questions."""
+    docs = Path(__file__).parents[4] / "docs/explanation"
+    plain, rounded = (json.loads((docs / f"reuse-quality{end}.json").read_text()) for end in ("", "-fp8"))
+    assert rounded["kv_dtype"] == "fp8" and "kv_dtype" not in plain and rounded["settings"] == plain["settings"]
+    lines, moved = ["| | | recall | in FP8 | KL, nats |", "| --- | --- | --- | --- | --- |"], []
+    for one, other in zip(plain["rows"], rounded["rows"], strict=True):
+        assert all(one[name] == other[name] for name in ("experiment", "group", "method", "questions"))
+        if one["method"] in (FULL, GUESSED):
+            assert one["recall"] == other["recall"]
+        elif one["kl"] < 1e-9:
+            lines.append(f"| {one['experiment']} | {one['group']} | {one['recall']:.1%} | {other['recall']:.1%} | {other['kl']:.1e} |")
+        else:
+            moved.append(abs(other["recall"] - one["recall"]) * one["questions"])
+    page = (docs / "reuse-quality.md").read_text()
+    assert "<!-- fp8 -->\n" + "\n".join(lines) + "\n<!-- /fp8 -->" in page
+    assert (
+        f"Of all {len(moved)} rows in which reuse is inexact, none moves by more than three questions of 96." in page
+        and round(max(moved)) == 3
+    )

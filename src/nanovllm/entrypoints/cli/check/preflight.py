@@ -56,6 +56,7 @@ class Weights:
         tensors: The number of tensors in the checkpoint; None without a checkpoint.
         held: Bytes on the device.
         host: The most bytes of host memory during loading.
+        quantization: How matrices are quantised, in the words of `Model.quantization`; empty if they are not.
     """
 
     parameters: int | None
@@ -64,6 +65,7 @@ class Weights:
     tensors: int | None
     held: int
     host: int
+    quantization: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,7 +293,7 @@ def _weights(
             headers = wanted(read_headers(folder), spec)
         except CheckpointError as error:
             problems.append(str(error))
-    foreign, moved = isinstance(spec, TransformersSpec), 0
+    foreign, moved, how = isinstance(spec, TransformersSpec), 0, "" if rounding is None else rounding.summary
     if isinstance(spec, TransformersSpec):
         held = sum((h.stop - h.start) * dtype.itemsize // FLOATS[h.dtype].itemsize for h in headers.values() if h.dtype in FLOATS)
         problems += shortened(spec.tensor_faults(headers) if headers else ())
@@ -306,7 +308,9 @@ def _weights(
             for (info, leaf), part in zip(pairs, pytree.tree_leaves(own), strict=True)
             if info is not None and leaf is not None
         )
-        if rounding is not None:
+        if rounding is None:
+            how = stored.summary
+        else:
             held += _saved(own, rounding, dtype, gpu)
         moved = max((leaf.nbytes for info, leaf in pairs if info is not None and (info.transposed or info.channels)), default=0)
         if headers:
@@ -318,6 +322,7 @@ def _weights(
         tensors=None if folder is None else len(headers),
         held=held,
         host=LOADING + (held + moved if foreign or device.type == "cpu" else 0),  # reordering a parameter needs a second copy of it
+        quantization=how,
     )
 
 

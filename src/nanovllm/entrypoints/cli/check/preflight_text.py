@@ -47,7 +47,7 @@ def _weights(look: Outlook) -> Iterator[str]:
     if w.stored is not None:
         yield f"{count}{size(w.stored)} in {w.tensors:,} tensors of {', '.join(w.stored_dtypes) or 'no dtype'}"
         count = ""
-    yield f"{count}{size(w.held)} here in {look.dtype}"
+    yield f"{count}{size(w.held)} here in {look.dtype}{f', matrices in {w.quantization}' if w.quantization else ''}"
     yield f"loading needs at most {size(w.host)} of host memory"
 
 

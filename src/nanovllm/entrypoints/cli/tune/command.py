@@ -67,7 +67,10 @@ def main(options: argparse.Namespace) -> int:
     device = resolve_device(options.device)
     if device.type != "cuda":
         hint = "omit --device, or give --device cuda" if torch.cuda.is_available() else "torch sees none here"
-        raise InvalidRequestError(f"tune needs a CUDA GPU, and this device is {device}: {hint}")
+        raise InvalidRequestError(
+            f"tune needs a CUDA GPU, and this device is {device}: {hint}; the kernels of a CPU, those of quantised weights too, "
+            "have no tile configurations to choose"
+        )
     require_output(options.output, replaced=True)
     model, _ = find_model(options)
     if model.config.moe is not None or not fused.serves(model.params, model.config):
