@@ -16,6 +16,7 @@ Tables and pictures are in blocks between markers. A document may have any numbe
 - `<!-- formats: NAME.json -->` ... `<!-- /formats -->`: what quantised weights and KV cost, from a file of `benchmarks/formats.py`.
 - `<!-- past: NAME.json -->`, `<!-- past-parts: NAME.json -->`, `<!-- all-reduces: NAME.json -->` and `<!-- fits: NAME.json -->`, each with
   its end: rates on several GPUs, what they are made of, latencies, and the memory, from a file of `benchmarks/past_one_gpu.py`.
+- `<!-- break-even: NAME.json -->` ... `<!-- /break-even -->`: when loading KV beats running, from a file of `benchmarks/break_even.py`.
 - `<!-- fleet: NAME.json -->`, `<!-- failures: NAME.json -->`, `<!-- keys: NAME.json -->` and `<!-- fit: NAME.json -->`, each with its end:
   routing policies by workload and load, around failures, keys of prefix hashes, and the modelled device, from a file of
   `benchmarks/router/simulate.py`.
@@ -36,9 +37,15 @@ from nanovllm.entrypoints.display.svg import FAINT, document, rect, text
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPLANATION = ROOT / "docs/explanation"
-PAGES = (EXPLANATION / "steps-in-your-program.md", ROOT / "docs/how-to/serve-safely.md", EXPLANATION / "past-these-machines.md")
+HOW_TO = ROOT / "docs/how-to"
+PAGES = (
+    EXPLANATION / "steps-in-your-program.md",
+    HOW_TO / "serve-safely.md",
+    HOW_TO / "keep-kv-on-disk.md",
+    EXPLANATION / "past-these-machines.md",
+)
 DOCUMENTS = (ROOT / "docs/explanation/performance.md", ROOT / "docs/reference/figures.md", ROOT / "README.md", *PAGES)
-KINDS = "bench|brief|formats|families|embed|http|faults|host|past-parts|past|all-reduces|fits|fleet|failures|keys|fit"
+KINDS = "bench|brief|formats|families|embed|http|faults|host|past-parts|past|all-reduces|fits|break-even|fleet|failures|keys|fit"
 BLOCK = re.compile(rf"(<!-- ({KINDS}): ([\w.-]+)\.json -->\n).*?(<!-- /\2 -->)", re.S)
 NONE = "No figures yet.\n"
 BRIEF = {
@@ -248,6 +255,24 @@ def fits(result: dict[str, Any]) -> str:
     return "\n".join(table(head, [(*key, *row) for key, row in lines.items()])) + "\n"
 
 
+WAYS = {"run": "run all", "read": "read all"}
+
+
+def break_even(result: dict[str, Any]) -> str:
+    """Return a table of when loading begins to pay, and one of a long prompt from disks of several rates."""
+    starts, prompts = [], []
+    for one in result["rows"]:
+        name, rate = f"{one['model']}{'' if one['measured'] else ', derived'}", f"{one['tok_s']:,}"
+        first = "never" if one["host_from_tokens"] is None else f"{one['host_from_tokens']} tokens"
+        starts.append((name, f"{one['kv_bytes'] / 1024:.0f} KiB", rate, f"{one['break_even_gb_s']:.1f} GB/s", first))
+        ways = [(disk["ms"], WAYS.get(disk["way"], f"split, run {disk['run_tokens']:,}")) for disk in one["disks"]]
+        prompts.append((name, f"{one['run_ms']:,.0f} ms", f"{one['host_ms']:,.0f} ms", *(f"{ms:,.0f} ms: {way}" for ms, way in ways)))
+    disks = [f"disk, {disk['gb_s']:.0f} GB/s" for disk in result["rows"][0]["disks"]]
+    host = f"host memory, {result['host_gb_s']} GB/s"
+    head = ("model", "KV of a token", "prompt tokens/s", "loading alone pays from", "from host memory it pays from")
+    return "\n".join((*table(head, starts), "", *table(("model", "run", host, *disks), prompts))) + "\n"
+
+
 WORKLOADS = {
     "chats": "Chats",
     "tenants": "Tenants with system prompts of their own",
@@ -345,7 +370,7 @@ def fit(result: dict[str, Any]) -> str:
 
 SIMPLE = {
     "embed": embed, "formats": formats, "families": families, "http": http, "faults": faults, "host": host,
-    "past": past, "past-parts": past_parts, "all-reduces": all_reduces, "fits": fits,
+    "past": past, "past-parts": past_parts, "all-reduces": all_reduces, "fits": fits, "break-even": break_even,
     "fleet": fleet, "failures": failures, "keys": keys, "fit": fit,
 }  # fmt: skip
 

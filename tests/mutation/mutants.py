@@ -236,6 +236,40 @@ MUTANTS: tuple[Mutant, ...] = (
         ("reads take the room of chunks", "host.used.num_free + host.ages.count - len(idle))", "host.num_pages - len(there))"),
     ),
     *bugs(
+        "state/split_reads.py",
+        ("tests/state/test_split_reads.py",),
+        ("a split need not gain anything", "(1 - 1 / GAIN) * min(best, running)", "min(best, running)"),
+        ("more is read than there is room for", "loaded = bisect(gone, room) - 1", "loaded = len(gone) - 1"),
+        ("a front runs as long as all reads take", "math.ceil(between * read / (run + read))", "between"),
+        ("a front stops for reads that are behind it", "if between <= 0 or", "if"),
+    ),
+    *bugs(
+        "state/disk_pages.py",
+        ("tests/engine/test_split.py",),
+        ("a busy device does not matter", "before_run=num_before / rates.tokens_per_second", "before_run=0.0"),
+    ),
+    *bugs(
+        "engine/meeting.py",
+        ("tests/engine/test_split.py",),
+        ("what was read is not met", "draft.running[at] = gone_on(draft, sequence)", "draft.running[at] = sequence"),
+        ("a missing page ends a split", "least_tokens(host)) if missing else None", "least_tokens(host)) if False else None"),
+    ),
+    *bugs(
+        "executor/kv_disk.py",
+        ("tests/engine/test_split.py",),
+        ("the first page of a split is read first", "reversed(order) if last_first else order", "order"),
+    ),
+    *bugs(
+        "engine/host_pages.py",
+        ("tests/engine/test_split.py",),
+        ("a partly filled page keeps its owner", "pool = pools.release(pool, sequence.pages.array(held))", "pass"),
+    ),
+    *bugs(
+        "engine/disk_pages.py",
+        ("tests/engine/test_disk.py",),
+        ("a piece of a flush looks at all pages", "elif max_bytes is not None and to_look_at <= 0:", "elif False:"),
+    ),
+    *bugs(
         "chunks/offload.py",
         ("tests/engine/test_disk_chunks.py",),
         ("chunks do not wait for reads", "state = with_reads_ended(state)", "pass"),
@@ -451,9 +485,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "engine/preemption.py", SCHEDULER + STEP, ("stripped from the front of the queue", "last = holders.pop()", "last = holders.pop(0)")
     ),
     *bugs(
+        "engine/reuse.py",
+        SCHEDULER + STEP,
+        ("tokens run again count as reused", "reused = max(0, filled - sequence.most_filled)", "reused = filled"),
+    ),
+    *bugs(
         "engine/admission.py",
         SCHEDULER + STEP,
-        ("tokens run again count as reused", "draft.num_reused += max(0, reused - sequence.most_filled)", "draft.num_reused += reused"),
         ("an urgent request waits for places", " or turn_of(first) < turn_of(draft.running[-1])", ""),
         ("a free place waits without an end", "return num_steps % HELD == 0 or places", "return places"),
         ("a few requests wait without an end", "num_steps < gather_until and", "gather_until and"),

@@ -162,8 +162,8 @@ def _flushed(state: EngineState, max_bytes: int | None) -> bool:
 
 def _last_evicted_first(index: PrefixIndex) -> list[int]:
     """The pages of an index; those that are evicted last come first."""
-    idle = np.array(index.idle_pages()[::-1], np.int32)
-    return [*np.setdiff1d(np.array(index.pages(), np.int32), idle).tolist(), *idle.tolist()]
+    pages, idle = np.array(index.pages(), np.int32), np.array(index.idle_pages()[::-1], np.int32)
+    return np.concatenate([pages[~np.isin(pages, idle, kind="table")], idle]).tolist()
 
 
 def _look(disk: DiskTier, host: HostPages, todo: Unwritten) -> int:

@@ -169,7 +169,7 @@ DISK_FAULTS: tuple[Fault, ...] = (
     Fault(
         name="disk: reads of a failed call go on",
         machine=DiskMachine,
-        targets=((DiskTier, "take"), (DiskTier, "overwriting")),
+        targets=((DiskTier, "ended"), (DiskTier, "overwriting")),
         faulty=_does_not_wait_for_the_reads_of_a_failed_call,
     ),
     Fault(
