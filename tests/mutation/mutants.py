@@ -485,9 +485,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "engine/preemption.py", SCHEDULER + STEP, ("stripped from the front of the queue", "last = holders.pop()", "last = holders.pop(0)")
     ),
     *bugs(
+        "engine/reuse.py",
+        SCHEDULER + STEP,
+        ("tokens run again count as reused", "reused = max(0, filled - sequence.most_filled)", "reused = filled"),
+    ),
+    *bugs(
         "engine/admission.py",
         SCHEDULER + STEP,
-        ("tokens run again count as reused", "draft.num_reused += max(0, reused - sequence.most_filled)", "draft.num_reused += reused"),
         ("an urgent request waits for places", " or turn_of(first) < turn_of(draft.running[-1])", ""),
         ("a free place waits without an end", "return num_steps % HELD == 0 or places", "return places"),
         ("a few requests wait without an end", "num_steps < gather_until and", "gather_until and"),
