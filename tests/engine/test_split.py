@@ -39,8 +39,8 @@ def engine(folder: Path, **options: Any) -> tuple[nv.EngineState, LateDiskTier]:
     host, runtime = host_of(state), runtime_of(state)
     assert host.disk is not None and runtime.disk is not None and runtime.host is not None
     runtime.disk = tier = LateDiskTier(runtime.disk.folder, runtime.host)
-    rates = Rates(tokens_per_second=PAGE, bytes_per_second=1e15)
-    host = replace(host, rates=rates, disk=replace(host.disk, bytes_per_second=host.page_bytes))
+    rates = Rates(tokens_per_second=float(PAGE), bytes_per_second=1e15)
+    host = replace(host, rates=rates, disk=replace(host.disk, bytes_per_second=float(host.page_bytes)))
     return replace(state, pool=replace(state.pool, host=host)), tier
 
 

@@ -18,6 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from nanovllm.entrypoints.server.answer_counts import AnswerCounts
 from nanovllm.entrypoints.server.engine_metrics import BUCKETS, GAPS, MOST_HTTP, EngineMetrics, Histogram, Timeline
 from nanovllm.entrypoints.server.settings import Settings
+from nanovllm.executor.executor import runtime_of
+from nanovllm.executor.kv_disk import DiskCounts
 from nanovllm.state.request import Queue
 from tests.entrypoints.server.live import Live
 
@@ -236,3 +238,16 @@ def test_a_request_leaves_the_queue_when_its_first_step_begins() -> None:
     metrics.began(3, same, 16.0, 17.0)  # it was never seen in the queue after a step
     assert metrics.histograms["queue"].sum == 3.0 + 0.5 + 2.0
     assert metrics.histograms["prefill"].sum == 2.0 + 1.0 and metrics.histograms["time_to_first_token"].sum == 5.0 + 3.0
+
+
+def test_pages_that_the_disk_lacked_and_that_were_not_written_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = DiskCounts(pages_missed=3, pages_dropped=2)
+    with Live(num_pages=64, host_kv_gib=0.01, kv_dir=tmp_path, kv_dir_gib=0.01) as live:
+        before = scraped(live)
+        assert of(before, "nanovllm_disk_missed_pages_total") == of(before, "nanovllm_disk_dropped_pages_total") == 0
+        disk = runtime_of(live.engine.state).disk
+        assert disk is not None
+        monkeypatch.setattr(disk, "counts", counts)
+        after = scraped(live)
+    assert of(after, "nanovllm_disk_missed_pages_total") == 3 and of(after, "nanovllm_disk_dropped_pages_total") == 2
+    assert of(after, "nanovllm_disk_damaged_pages_total") == 0

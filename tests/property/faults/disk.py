@@ -146,6 +146,10 @@ def _counts_what_it_ran_as_reused(gone_on):
     return faulty
 
 
+OTHERS = ("other_engine", "crash", "break_disk", "damage", "read_back", "come_back", "lose_host_memory", "compare_disk", "flush")
+Splits = type("Splits", (DiskMachine,), dict.fromkeys(OTHERS))  # without rules that lead to other reads, so that splits come often
+
+
 DISK_FAULTS: tuple[Fault, ...] = (
     Fault(name="disk: a changed file is trusted", machine=DiskMachine, targets=((page_file, "_digest"),), faulty=_trusts_changed_files),
     Fault(
@@ -224,19 +228,19 @@ DISK_FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="split: pages are taken that are still being read",
-        machine=DiskMachine,
+        machine=Splits,
         targets=((meeting, "gone_on"),),
         faulty=_takes_what_is_still_being_read,
     ),
     Fault(
         name="split: a page that is missing is jumped over",
-        machine=DiskMachine,
+        machine=Splits,
         targets=((meeting, "gone_on"),),
         faulty=_skips_missing_pages,
     ),
     Fault(
         name="split: what ran before counts as reused",
-        machine=DiskMachine,
+        machine=Splits,
         targets=((meeting, "gone_on"),),
         faulty=_counts_what_it_ran_as_reused,
     ),
