@@ -54,7 +54,7 @@ def add_disk(
     Raises:
         InvalidRequestError: The folder cannot be made or read.
     """
-    images, config = memory.images, model.config
+    (images,), config = memory.images, model.config
     identity = {
         "keys": KEYS,
         "fingerprint": model.fingerprint,
