@@ -240,15 +240,12 @@ def test_old_values_stay_as_they_were():
 
 
 @pytest.mark.unhooked  # values of wrong types
-def test_sizes_and_models_that_are_refused():
+def test_sizes_that_are_refused():
     for size in (-1, float("nan"), float("inf"), "1", True, None):
         with pytest.raises(InvalidRequestError, match="host_kv_gib"):
             init_state(MODEL, num_pages=8, host_kv_gib=size)
     with pytest.raises(InvalidRequestError, match="less than one page"):
         init_state(MODEL, num_pages=8, host_kv_gib=1e-9)
-    windowed = random_model(tiny_config(**SIZES, windows=(3, 0)))
-    with pytest.raises(InvalidRequestError, match="sliding-window"):
-        init_state(windowed, num_pages=8, host_kv_gib=1)
 
 
 def test_without_the_option_there_is_nothing():

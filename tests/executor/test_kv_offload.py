@@ -48,7 +48,7 @@ def test_every_page_gets_the_bits_that_its_host_page_was_given(stage, late, roun
         pool.copy_(random_pages())
     memory.synchronize()
     for at, image in held.items():
-        assert torch.equal(memory.images[at], image)
+        assert torch.equal(memory.images[0][at], image)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 4])
@@ -64,7 +64,7 @@ def test_pages_that_are_copied_out_and_in_are_gathered_first(stage, late):
     memory.move(KVState(pools=(pool,)), Moves(out=Map({4 + page: page for page in range(4)}), into=tuple((at, 3 - at) for at in range(4))))
     assert torch.equal(pool[:, :4], first.flip(1))
     memory.synchronize()
-    assert torch.equal(memory.images[4:], second.transpose(0, 1))
+    assert torch.equal(memory.images[0][4:], second.transpose(0, 1))
 
 
 def test_neighbouring_host_pages_are_one_copy(monkeypatch):

@@ -55,7 +55,7 @@ def test_pages_may_be_written_at_once_and_come_back_as_they_were(dtype: torch.dt
     pages, layers, num_host = random_pages(dtype, 64, 8), 8, 256
     page_bytes = layers * pages[0, 0].numel() * pages.dtype.itemsize
     memory = HostMemory(KVState(pools=(pages,)), num_host, stage_bytes=3 * page_bytes)
-    assert memory.images.is_pinned()
+    assert memory.images[0].is_pinned()
     kv, contents = KVState(pools=(pages,)), []
     for at in range(0, num_host, 32):
         contents.append(as_bytes(pages)[:, :32].clone())
@@ -70,7 +70,7 @@ def test_pages_may_be_written_at_once_and_come_back_as_they_were(dtype: torch.dt
 def test_pinned_memory_is_given_back() -> None:
     for _ in range(3):
         memory = HostMemory(KVState(pools=(random_pages(torch.bfloat16),)), 512)
-        assert memory.images.is_pinned()
+        assert memory.images[0].is_pinned()
         del memory
         gc.collect()
 
@@ -113,7 +113,7 @@ def test_what_is_in_host_memory_is_what_a_prefill_writes() -> None:
     assert host is not None
     for place, (page, key) in enumerate(zip(pages, keys_of(indexed, np.array(pages, np.int32)), strict=True)):
         if (at := host.by_key.get(key)) is not None:
-            assert torch.equal(memory.images[at].to(CUDA), before[:, place]), f"page {page}"
+            assert torch.equal(memory.images[0][at].to(CUDA), before[:, place]), f"page {page}"
             found += 1
     assert found > 10
 

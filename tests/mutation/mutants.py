@@ -277,9 +277,33 @@ MUTANTS: tuple[Mutant, ...] = (
     *bugs(
         "engine/host_pages.py",
         ("tests/engine/test_host_memory.py",),
-        ("namespaces share host memory", "find(host, tokens, held, size, namespace)", "find(host, tokens, held, size)"),
-        ("last pages are not found", "if filled < most < filled + size and", "if False and"),
+        ("namespaces share host memory", "find(host, tokens, held, size, namespace, ", "find(host, tokens, held, size, 0, "),
+        ("last pages are not found", "if last is not None and", "if False and"),
         ("the rates do not matter", "if not offload.worth_loading(", "if False and not offload.worth_loading("),
+    ),
+    *bugs(
+        "engine/host_pages.py",
+        ("tests/engine/test_host_windows.py",),
+        ("bare pages count as whole", "at >= 0 and at not in host.bare for at", "at >= 0 for at"),
+        ("frames on the device are overlooked", "        have[: len(indexed)] |= frames.have(indexed)\n", ""),
+        ("all frames come back", "behind = max(0, retired - held)", "behind = 0"),
+    ),
+    *bugs(
+        "state/host_loads.py",
+        ("tests/engine/test_host_windows.py",),
+        ("frames of pages on the device do not come back", "framed = (*lacking.tolist(), ", "framed = (*(), "),
+        ("frames of pages come from their neighbours", "second.item(place)) for", "second.item(what.frames[0])) for"),
+    ),
+    *bugs(
+        "state/pool.py",
+        ("tests/engine/test_host_windows.py",),
+        ("frames that are taken are not kept", "host = _kept(pool, lost[pool.prefix.contains(lost)])", "host = pool.host"),
+        ("a page without KV is kept", "there = np.flatnonzero(first >= 0)", "there = np.arange(len(first))"),
+    ),
+    *bugs(
+        "state/moved_chunks.py",
+        ("tests/engine/test_host_windows.py",),
+        ("a chunk leaves its frames", "if second is not None and (known_at is None or at in bare):", "if False:"),
     ),
     *bugs(
         "executor/kv_offload.py",
@@ -290,8 +314,8 @@ MUTANTS: tuple[Mutant, ...] = (
             "            copies.hold_engine(stage.free)\n",
             "            pass\n",
         ),
-        ("a page is written before it was gathered", "max(gathered.get(page, 0) for _, page in part))", "0)"),
-        ("a plan reads before it writes", "fresh = any(at in moves.out for at, _ in part)", "fresh = False"),
+        ("a page is written before it was gathered", "max(gathered.get(page, 0) for _, page in part)", "0"),
+        ("a plan reads before it writes", "fresh = any(at in moved_out for at, _ in part)", "fresh = False"),
         ("only single host pages are copied", "if stop < len(held) and held[stop] == held[stop - 1] + 1:", "if stop < len(held):"),
     ),
     *bugs(
@@ -389,7 +413,11 @@ MUTANTS: tuple[Mutant, ...] = (
     *bugs(
         "state/window_frames.py",
         WINDOWS,
-        ("a window retires a page too early", "- window + 1) // page_size", "- window + 2) // page_size"),
+        (
+            "a window retires a page too early",
+            "min(num_filled, num_tokens - 1) - window + 1)",
+            "min(num_filled, num_tokens - 1) - window + 2)",
+        ),
     ),
     *bugs(
         "state/window_frames.py",
@@ -406,7 +434,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *bugs(
-        "state/pool.py",
+        "state/window_frames.py",
         FRAMES,
         ("a retired page is not reused", "served = np.flatnonzero(behind <= retired)", "served = np.flatnonzero(behind < retired)"),
     ),

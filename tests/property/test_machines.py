@@ -17,6 +17,7 @@ from nanovllm.testing.machines.engine import EngineMachine
 from nanovllm.testing.machines.failures import FailureMachine
 from nanovllm.testing.machines.frames import FrameMachine
 from nanovllm.testing.machines.host_memory import HostChunkMachine, HostMemoryMachine
+from nanovllm.testing.machines.host_windows import HostFrameMachine, HostWindowChunkMachine, HostWindowMachine
 from nanovllm.testing.machines.pages import PageMachine
 from nanovllm.testing.machines.prefix import PrefixMachine
 from nanovllm.testing.machines.run_ahead import AheadMachine
@@ -131,6 +132,18 @@ class RealHostMemory(HostMemoryMachine):
     world = RealLlama.world
 
 
+class Fp8HostWindows(HostWindowMachine):
+    """Pages and frames in FP8 go to host memory with their scales."""
+
+    world = SymbolicWorld(windows=(3, 0), kv_dtype="fp8")
+
+
+class RealHostWindows(HostWindowMachine):
+    """A real model with a window in one layer, whose KV comes back from host memory, against uncached forwards."""
+
+    world = WINDOWED
+
+
 class Fp8Disk(DiskMachine):
     """KV in FP8 goes to the disk with its scales."""
 
@@ -163,6 +176,11 @@ class RealFp8(EngineMachine):
         (RealHostMemory, 2, 40),
         (HostChunkMachine, 25, 30),
         (Fp8HostChunks, 6, 30),
+        (HostWindowMachine, 15, 50),
+        (HostFrameMachine, 8, 50),
+        (HostWindowChunkMachine, 20, 30),
+        (Fp8HostWindows, 4, 50),
+        (RealHostWindows, 2, 40),
         (DiskMachine, 25, 50),
         (Fp8Disk, 6, 50),
         (CascadeMachine, 3, 50),

@@ -10,12 +10,23 @@ from tests.property.faults.disk import DISK_FAULTS
 from tests.property.faults.engine import FAULTS, Fault, find, planted
 from tests.property.faults.failures import FAILURE_FAULTS
 from tests.property.faults.host_memory import HOST_FAULTS
+from tests.property.faults.host_windows import HOST_WINDOW_FAULTS
 from tests.property.faults.windows import WINDOW_FAULTS
 
 pytestmark = pytest.mark.unhooked  # the import hook's checks would double the minutes that these tests take
 
 DRAWS = 4  # Hypothesis draws constants of the modules that a process happens to have loaded, so a rare fault may escape one draw
-ALL = [*FAULTS, *FAILURE_FAULTS, *CHUNK_FAULTS, *CASCADE_FAULTS, *WINDOW_FAULTS, *HOST_FAULTS, *DISK_FAULTS, *ASYNC_FAULTS]
+ALL = [
+    *FAULTS,
+    *FAILURE_FAULTS,
+    *CHUNK_FAULTS,
+    *CASCADE_FAULTS,
+    *WINDOW_FAULTS,
+    *HOST_FAULTS,
+    *HOST_WINDOW_FAULTS,
+    *DISK_FAULTS,
+    *ASYNC_FAULTS,
+]
 
 
 @pytest.mark.parametrize("fault", ALL, ids=lambda fault: fault.name.replace(" ", "-"))

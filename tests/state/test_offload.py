@@ -76,7 +76,7 @@ def test_a_page_kept_and_replaced_in_one_plan_is_not_copied():
 def test_a_host_page_that_is_read_is_not_replaced_in_the_same_plan():
     host, _ = kept(init_host(2, 10, RATES), [5, 6], ["a", "b"])
     read = [host.by_key[b"a"]]
-    host = offload.load(offload.read(offload.planning(host), read), read, (9,))
+    host = offload.load(offload.read(offload.planning(host), read), read, [(read[0], 9)])
     host, moves = offload.settled(offload.keep(host, ints([7, 8]), keys("c", "d")))
     assert names_in(host) == {"a", "d"} and moves.into == ((read[0], 9),) and list(moves.out.values()) == [8]
     check_host(host)

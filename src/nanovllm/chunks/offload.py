@@ -18,9 +18,11 @@ from nanovllm.state import pool as pools
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.moved_chunks import move_out
+from nanovllm.state.pool import Pool
 from nanovllm.state.request import Sequence
 from nanovllm.state.sequence_pages import shares_tail
 from nanovllm.state.vector import IntVector, joined
+from nanovllm.state.window_frames import least_frames
 
 
 @mirrored
@@ -144,14 +146,22 @@ def relieved(state: EngineState, keep: Collection[int] = ()) -> EngineState:
 
 def _with_pages_for(state: EngineState, sequence: Sequence, length: int, keep: Collection[int]) -> EngineState:
     """The state in which a sequence gets pages for so many tokens once the other requests give up theirs, if chunks stand in its way."""
-    size, available = state.config.page_size, state.pool.num_available
+    size, frames = state.config.page_size, state.pool.frames
     wanted = max(0, missing_pages(sequence, length, size)) + shares_tail(state.pool, sequence, size)
-    if wanted <= available:
+    # a request that does not become a chunk needs frames for its window only
+    framed = wanted if frames is None or sequence.request.keep else min(wanted, least_frames(frames.window, size))
+    if _has(state.pool, wanted, framed):
         return state
     own = sequence.request.request_id
     held = [(s.pages, 0, s.pages.length) for s in (*state.running, *state.waiting) if s.request.request_id != own and s.pages.length]
     others = len(np.unique(joined(held))) if held else 0
-    return with_pages(state, wanted - others, keep) if wanted > available + others else state
+    return moved_until(state, lambda after: _has(after.pool, wanted - others, framed - others), keep)
+
+
+def _has(pool: Pool, num_pages: int, num_frames: int) -> bool:
+    """Whether so many pages and so many frames are available."""
+    frames = pool.frames is None or pool.frames.num_available >= num_frames
+    return frames and pool.pages.num_free + pool.prefix.num_idle >= num_pages
 
 
 def _num_freed(state: EngineState, chunk: Chunk) -> int:

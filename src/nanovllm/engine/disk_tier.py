@@ -56,7 +56,7 @@ def add_disk(
     Raises:
         InvalidRequestError: The folder cannot be made or read, by this or another rank.
     """
-    images, config, mesh = memory.images, model.config, model.config.mesh
+    (images,), config, mesh = memory.images, model.config, model.config.mesh
     identity = {
         "keys": KEYS,
         "fingerprint": model.fingerprint,

@@ -21,7 +21,7 @@ def copied(state: EngineState, moves: Moves | None, taken: Taken, host: HostPage
     """
     if not moves:
         return state
-    taken.host_pages.extend(moves.out)
+    taken.host_pages.extend(moves.out)  # a bare page whose frame is written stays what it was before: without its frame
     memory, disk = runtime_of(state).host, runtime_of(state).disk
     assert memory is not None and host is not None
     if disk is not None:
@@ -29,7 +29,7 @@ def copied(state: EngineState, moves: Moves | None, taken: Taken, host: HostPage
     kv = memory.move(state.kv, moves)
     if disk is not None:
         disk.keep(lasting(host, moves.out))
-    size, out, into = state.config.page_size, len(moves.out), len(moves.into)
+    size, out, into = state.config.page_size, len({*moves.out, *moves.frames_out}), len(moves.reads)
     return replace(state, kv=kv, stats=state.stats.add(offloaded_tokens=out * size, loaded_tokens=into * size))
 
 

@@ -18,7 +18,7 @@ from nanovllm.executor.distributed import agreed, least
 from nanovllm.executor.executor import Executor
 from nanovllm.executor.kv_offload import NUM_STAGES, STAGE_BYTES, HostMemory
 from nanovllm.models.model import Model
-from nanovllm.state.kv_cache import KVState, bytes_per_page, stored_dtype
+from nanovllm.state.kv_cache import KVState, bytes_by_group, bytes_per_page, stored_dtype
 from nanovllm.state.offload import HostPages, Moves, Rates, init_host
 from nanovllm.state.pool import Pool
 
@@ -30,14 +30,12 @@ def require_host_kv(model: Model, host_kv_gib: Any, limits: EngineConfig) -> int
     """The number of host pages for an engine; 0 if it uses no host memory. Ranks, which call this at the same time, divide the memory.
 
     Raises:
-        InvalidRequestError: The size is invalid or less than one page, or the model cannot have host memory.
+        InvalidRequestError: The size is invalid or less than one page.
     """
     number = isinstance(host_kv_gib, int | float) and not isinstance(host_kv_gib, bool)
     if not number or not 0 <= host_kv_gib < math.inf:
         raise InvalidRequestError(f"host_kv_gib={reprlib.repr(host_kv_gib)} must be a number of GiB of at least 0; 0 uses no host memory")
     config = model.config
-    if host_kv_gib and config.widest_window:
-        raise InvalidRequestError(f"host_kv_gib={host_kv_gib}: {model.name} has sliding-window layers, whose KV cannot go to host memory")
     page = bytes_per_page(config, page_size=limits.page_size, dtype=stored_dtype(limits, model.dtype))
     page *= 1 if config.mesh is None else config.mesh.size
     (count,) = least(config.mesh, [int(host_kv_gib * 2**30) // page])
@@ -64,18 +62,20 @@ def add_host_memory(
     """
     memory = _on_all_ranks(model, kv, num_host_pages)
     tokens, kv = tokens_per_second(model, limits, executor, kv, pool, PROMPT[model.device.type])
-    page = bytes_per_page(model.config, page_size=limits.page_size, dtype=stored_dtype(limits, model.dtype))
-    count = min(num_host_pages, pool.pages.num_pages, max(1, STAGE_BYTES // page))
+    sizes = {"page_size": limits.page_size, "dtype": stored_dtype(limits, model.dtype)}
+    page, (_, frame) = bytes_per_page(model.config, **sizes), bytes_by_group(model.config, **sizes)
+    most = pool.pages.num_pages if pool.frames is None else pool.frames.num_frames
+    count = min(num_host_pages, most, max(1, STAGE_BYTES // page))
     pairs, took = tuple((at, at) for at in range(count)), math.inf
-    kv = memory.move(kv, Moves(out=Map(pairs)))
+    kv = memory.move(kv, Moves(out=Map(pairs), frames_out=Map(pairs)))
     for _ in range(REPEATS):
         _synchronize(model.device)
         start = time.perf_counter()
-        kv = memory.move(kv, Moves(into=pairs))
+        kv = memory.move(kv, Moves(into=pairs, frames_into=pairs))
         _synchronize(model.device)
         took = min(took, time.perf_counter() - start)
     copied = agreed(model.config.mesh, count * page / max(took, 1e-9))
-    return memory, init_host(num_host_pages, page, Rates(tokens_per_second=tokens, bytes_per_second=copied)), kv
+    return memory, init_host(num_host_pages, page, Rates(tokens_per_second=tokens, bytes_per_second=copied), frame), kv
 
 
 def _on_all_ranks(model: Model, kv: KVState, num_host_pages: int) -> HostMemory:

@@ -12,8 +12,13 @@ import numpy as np
 from nanovllm.engine.draft import Draft
 from nanovllm.state import offload
 from nanovllm.state import pool as pools
+from nanovllm.state.host_loads import bring_in, copied
+from nanovllm.state.lru import NO_PAGES
+from nanovllm.state.offload import HostPages
+from nanovllm.state.pool import Pool
 from nanovllm.state.prefix_keys import key_of
 from nanovllm.state.request import Sequence
+from nanovllm.state.window_frames import num_retired, num_served
 
 
 def load(draft: Draft, sequence: Sequence, num_matched: int) -> Sequence:
@@ -35,25 +40,61 @@ def load(draft: Draft, sequence: Sequence, num_matched: int) -> Sequence:
         return sequence
     if sequence.num_exact < sequence.num_filled:
         return sequence
+    if pool.frames is not None and (sequence.num_filled % size or sequence.pages.length != held):
+        return sequence
     tokens, namespace = sequence.tokens.array(), sequence.request.namespace
-    found = offload.find(host, tokens, held, size, namespace)
-    filled = (held + len(found)) * size
-    most = min(sequence.most_filled, len(tokens) - 1)  # of a request that was preempted
-    if filled < most < filled + size and (at := host.by_key.get(key_of(tokens[:most], namespace))) is not None:
-        found, filled = [*found, at], most
+    shared, found, filled = _longest(pool, host, sequence, held)
     num_tokens = min(filled, len(tokens) - 1) - sequence.num_filled  # the last token runs in any case
-    if not offload.worth_loading(num_tokens, len(found) * host.page_bytes, host.rates):
+    retired = retired_at(pool, sequence, filled)
+    behind = max(0, retired - held)  # pages after those of the sequence whose frames it does not need
+    what = copied(pool, shared, len(found), behind)
+    num_bytes = len(what.pages) * (host.page_bytes - host.frame_bytes) + len(what.frames) * host.frame_bytes
+    if not offload.worth_loading(num_tokens, num_bytes, host.rates):
         return sequence
-    taken = pools.allocate(replace(pool, host=offload.read(host, found)), len(found))
-    if taken is None or taken[0].host is None:
+    done = bring_in(pool, shared, found, behind)
+    if done is None:
         return sequence
-    pool, fresh = taken
-    draft.taken.note(pool, fresh)
-    pool = replace(pool, host=offload.load(taken[0].host, found, fresh))
-    longer = sequence.with_pages(sequence.pages.truncate(held).extend(fresh), filled)
+    pool, fresh, framed = done
+    draft.taken.note(pool, fresh, framed)
+    pool = pools.retire(pool, sequence.pages.array(sequence.retired, max(sequence.retired, min(held, retired))))
+    pages = sequence.pages.truncate(held).extend(shared).extend(fresh)
+    longer = replace(sequence.with_pages(pages, filled), retired=retired)
     pool = pools.release(pool, sequence.pages.array(held))
     draft.pool = pools.insert(pool, tokens[: longer.num_filled], longer.pages.array(), namespace)
     return longer
+
+
+def retired_at(pool: Pool, sequence: Sequence, num_filled: int) -> int:
+    """The number of leading pages whose frames a sequence does not need once so many of its tokens are filled."""
+    if pool.frames is None or sequence.request.keep:
+        return 0
+    return max(sequence.retired, num_retired(num_filled, sequence.tokens.length, pool.frames.window, pool.prefix.page_size))
+
+
+def _longest(pool: Pool, host: HostPages, sequence: Sequence, held: int) -> tuple[np.ndarray, list[int], int]:
+    """The longest beginning of a sequence, after its first `held` pages, that is on the device and in host memory.
+
+    Where the index has a page, only its frame may be missing on the device. All frames that the sequence needs after this beginning are on
+    the device or in host memory.
+
+    Returns:
+        Pages of the index, the host pages of these (-1: none) and of those after them, and how many tokens they fill.
+    """
+    tokens, namespace, size, frames = sequence.tokens.array(), sequence.request.namespace, pool.prefix.page_size, pool.frames
+    indexed = pools.match(pool, tokens, namespace)[held:] if frames is not None else NO_PAGES
+    found = offload.find(host, tokens, held, size, namespace, len(indexed))
+    have = np.array([at >= 0 and at not in host.bare for at in found], np.bool_)
+    count = len(found)
+    if frames is not None and count:
+        have[: len(indexed)] |= frames.have(indexed)
+        window = None if sequence.request.keep else frames.window
+        count = num_served(have, held, window, len(tokens), size)
+    most = min(sequence.most_filled, len(tokens) - 1)  # of a request that was preempted
+    whole = most // size - held  # the full pages before its last one
+    last = host.by_key.get(key_of(tokens[:most], namespace)) if most % size and count <= whole <= len(found) else None
+    if last is not None and have[max(0, retired_at(pool, sequence, most) - held) : whole].all():
+        return indexed[:whole], [*found[:whole], last], most
+    return indexed[:count], found[:count], (held + count) * size
 
 
 def keep_last(draft: Draft, sequence: Sequence, copies: Seq[tuple[int, int]]) -> None:
@@ -70,4 +111,5 @@ def keep_last(draft: Draft, sequence: Sequence, copies: Seq[tuple[int, int]]) ->
     page = sequence.pages[filled // size]
     page = next((source for source, target in copies if target == page), page)
     key = key_of(sequence.tokens.array(0, filled), sequence.request.namespace)
-    draft.pool = replace(draft.pool, host=offload.keep(host, np.array([page], np.int32), [key]))
+    first, second = pools.addresses(draft.pool, np.array([page], np.int32))
+    draft.pool = replace(draft.pool, host=offload.keep(host, first, [key], second))

@@ -92,10 +92,10 @@ def init_state(
             Results differ from those of unrounded KV. None: the dtype of the model.
         host_kv_gib: GiB of host memory for KV that would be lost when its pages are needed for other requests. Later requests with the
             same prefix copy it back, where that is faster than running the tokens; the engine measures both at its start. Several ranks
-            divide the memory. 0: none. Models with sliding-window layers cannot have any.
+            divide the memory. 0: none.
         kv_dir: A folder for KV that outlives the engine; it needs `host_kv_gib`. Evicted KV is written to it, and `flush_kv` writes the
             rest. A later engine of the same model reads it for requests with the same prefix, where that is faster than running the tokens.
-            Several processes may share the folder. None: KV is not kept on disk.
+            Several processes may share the folder. Models with sliding-window layers cannot have one. None: KV is not kept on disk.
         kv_dir_gib: The size limit of the files in `kv_dir`, in GiB. The pages that were not used for the longest time make room.
         mesh: The ranks that share the model, as given to `load_model`, for a program that wants to be sure. None: those of the model.
 

@@ -39,9 +39,9 @@ def resident(state: EngineState, *contexts: Any) -> EngineState:
             if done is None:
                 count = pages_for(len(chunks[liveness]), state.config.page_size)
                 raise pools.too_few(before.pool, f"{chunks[liveness]!r} needs {count} pages to come back from host memory")
-            pool, pages, fresh = done
+            pool, pages, fresh, framed = done
             chunks = chunks.set(liveness, replace(chunks[liveness], pages=pages))
-            taken.note(pool, fresh)
+            taken.note(pool, fresh, framed)
         state = settled(replace(state, chunks=chunks), pool, taken)
     # The call may still fail. Then the state before it must not trust what was overwritten, or what the call may take from now on.
     owned, left = before.pages.counts.copy() > 0, state.pages.counts.copy() > 0

@@ -11,6 +11,8 @@ order the three streams:
 - Pages that were copied in are scattered only after their copy has ended: the engine's stream waits for the event, and the host does not.
 - A page that is copied out and in is gathered before it is scattered. The copies in are sorted so that they begin while others go out.
 
+Frames that have a pool of their own are copied after the pages, through the same stages. A host page has two images then.
+
 On a CPU all of this is done at once, without streams.
 """
 
@@ -23,12 +25,13 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from immutables import Map
 
 from nanovllm.errors import OutOfPagesError
 from nanovllm.ops.kv_cache.fp8 import as_bytes
 from nanovllm.ops.kv_cache.page_images import gather_pages, scatter_pages
 from nanovllm.state.kv_cache import KVState
-from nanovllm.state.offload import Moves
+from nanovllm.state.offload import Moves, Pair
 from nanovllm.types import Tensor
 
 STAGE_BYTES = 64 << 20  # of one stage
@@ -134,32 +137,45 @@ class CopyStream:
 class Stage:
     """A block of device memory for the images of a few pages. `free` is the mark after which it may be filled again; None: at once."""
 
-    images: Tensor
+    memory: Tensor
     free: Any = None
+
+    def images(self, like: Tensor, count: int) -> Tensor:
+        """The first images in the stage, which have the shape of those of `like`."""
+        each = like[0].numel() * like.itemsize
+        return self.memory[: count * each].view(like.dtype).view(count, *like.shape[1:])
 
 
 class HostMemory:
     """The KV of host pages, and the copies between them and the device.
 
     Args:
-        kv: The KV memory of the engine, which has one pool.
+        kv: The KV memory of the engine.
         num_pages: The number of host pages.
         copies: The streams of copies out and in. None: those of the device.
         stage_bytes: The size of a stage, at least one page.
+
+    Attributes:
+        images: For each KV pool the images of the host pages, `[num_pages, L, 2, K, S, D]`.
 
     Raises:
         OutOfPagesError: The machine has too little memory.
     """
 
     def __init__(self, kv: KVState, num_pages: int, copies: tuple[Copies, Copies] | None = None, stage_bytes: int = STAGE_BYTES) -> None:
-        (pool,) = kv.pools
-        shape, device = (pool.shape[0], *pool.shape[2:]), pool.device
-        page_bytes = math.prod(shape) * pool.dtype.itemsize
-        self.images = _memory(num_pages * page_bytes, device, num_pages).view(pool.dtype).view(num_pages, *shape)
+        device, dtype = kv.pools[0].device, kv.pools[0].dtype
+        shapes = [(pool.shape[0], *pool.shape[2:]) for pool in kv.pools]
+        sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
+        memory, starts = _memory(num_pages * sum(sizes), device, num_pages), [num_pages * sum(sizes[:at]) for at in range(len(sizes))]
+        self.images = tuple(
+            memory[start : start + num_pages * size].view(dtype).view(num_pages, *shape)
+            for start, size, shape in zip(starts, sizes, shapes, strict=True)
+        )
         of_device = (lambda: CopyStream(device)) if device.type == "cuda" else CopiesAtOnce
         self._outward, self._inward = copies or (of_device(), of_device())
-        self._staged = min(num_pages, max(1, stage_bytes // page_bytes))
-        stages = [Stage(torch.empty((self._staged, *shape), dtype=pool.dtype, device=device)) for _ in range(NUM_STAGES)]
+        self._staged = [min(num_pages, max(1, stage_bytes // size)) for size in sizes]  # images of each pool that fit into a stage
+        stage = max(count * size for count, size in zip(self._staged, sizes, strict=True))
+        stages = [Stage(torch.empty(stage, dtype=torch.uint8, device=device)) for _ in range(NUM_STAGES)]
         self._out, self._into = stages[::2], stages[1::2]
 
     def move(self, kv: KVState, moves: Moves) -> KVState:
@@ -172,21 +188,12 @@ class HostMemory:
         Returns:
             The KV memory, in which pages that were copied out may be written from now on.
         """
-        (pool,) = kv.pools
-        out, stored, size = sorted(moves.out.items()), 0, self._staged  # by host page: neighbours are copied at once
-        gathered = {page: place + 1 for place, (_, page) in enumerate(out)}  # how many pages are gathered before a page may be written
-        into = sorted(moves.into, key=lambda pair: gathered.get(pair[1], 0))
         before = self._outward.mark(), self._inward.mark()
         self._outward.hold(before[1])
         self._inward.hold(before[0])
-        for turn, start in enumerate(range(0, len(into), size)):
-            part = into[start : start + size]
-            fresh = any(at in moves.out for at, _ in part)  # this plan writes what it reads
-            stored = self._store_until(pool, out, stored, len(out) if fresh else max(gathered.get(page, 0) for _, page in part))
-            if fresh:
-                self._inward.hold(self._outward.mark())
-            self._load(pool, part, self._into[turn % len(self._into)])
-        self._store_until(pool, out, stored, len(out))
+        copies = (moves.out, moves.into), (moves.frames_out, moves.frames_into)
+        for place, (pool, (out, into)) in enumerate(zip(kv.pools, copies, strict=False)):
+            self._move(place, pool, out, into)
         return kv
 
     def synchronize(self) -> None:
@@ -197,7 +204,7 @@ class HostMemory:
     @property
     def num_pages(self) -> int:
         """The number of host pages."""
-        return len(self.images)
+        return len(self.images[0])
 
     def marks(self) -> tuple[Any, Any]:
         """The point after all copies so far, for `wait`."""
@@ -210,46 +217,63 @@ class HostMemory:
 
     def view(self, at: int) -> memoryview:
         """The bytes of a host page, to be read or written."""
-        return as_bytes(self.images)[at].view(-1).view(torch.uint8).numpy().data
+        (images,) = self.images
+        return as_bytes(images)[at].view(-1).view(torch.uint8).numpy().data
 
-    def _store_until(self, pool: Tensor, out: Seq[tuple[int, int]], stored: int, count: int) -> int:
-        """Copy pages out, stage by stage, until at least `count` are. Returns how many are; `stored` are already."""
+    def _move(self, place: int, pool: Tensor, moved_out: Map[int, int], moved_in: Seq[Pair]) -> None:
+        """Copy pages of one KV pool, which has this place among all."""
+        out, stored, size = sorted(moved_out.items()), 0, self._staged[place]  # by host page: neighbours are copied at once
+        gathered = {page: count + 1 for count, (_, page) in enumerate(out)}  # how many pages are gathered before a page may be written
+        into, memory = sorted(moved_in, key=lambda pair: gathered.get(pair[1], 0)), self.images[place]
+        for turn, start in enumerate(range(0, len(into), size)):
+            part = into[start : start + size]
+            fresh = any(at in moved_out for at, _ in part)  # this plan writes what it reads
+            wanted = len(out) if fresh else max(gathered.get(page, 0) for _, page in part)
+            stored = self._store_until(pool, memory, out, stored, wanted, size)
+            if fresh:
+                self._inward.hold(self._outward.mark())
+            self._load(pool, memory, part, self._into[turn % len(self._into)])
+        self._store_until(pool, memory, out, stored, len(out), size)
+
+    def _store_until(self, pool: Tensor, memory: Tensor, out: Seq[Pair], stored: int, count: int, size: int) -> int:
+        """Copy pages out, `size` at a time, until at least `count` are. Returns how many are; `stored` are already."""
         while stored < count:
-            stage = self._out[stored // self._staged % len(self._out)]
-            self._store(pool, out[stored : stored + self._staged], stage)
-            stored += self._staged
+            stage = self._out[stored // size % len(self._out)]
+            self._store(pool, memory, out[stored : stored + size], stage)
+            stored += size
         return stored
 
-    def _store(self, pool: Tensor, pairs: Seq[tuple[int, int]], stage: Stage) -> None:
+    def _store(self, pool: Tensor, memory: Tensor, pairs: Seq[Pair], stage: Stage) -> None:
         """Copy pages out; `pairs` are (host page, page)."""
-        held, images, copies = [at for at, _ in pairs], stage.images[: len(pairs)], self._outward
+        held, images, copies = [at for at, _ in pairs], stage.images(memory, len(pairs)), self._outward
         if stage.free is not None:
             copies.hold_engine(stage.free)
         gather_pages(pool, _ids([page for _, page in pairs], pool.device), images)
         copies.hold(copies.engine_mark())
-        copies.run(lambda: self._copy(images, held, out=True))
+        copies.run(lambda: _copy(images, memory, held, out=True))
         stage.free = copies.mark()
 
-    def _load(self, pool: Tensor, pairs: Seq[tuple[int, int]], stage: Stage) -> None:
+    def _load(self, pool: Tensor, memory: Tensor, pairs: Seq[Pair], stage: Stage) -> None:
         """Copy pages in; `pairs` are (host page, page)."""
-        held, images, copies = [at for at, _ in pairs], stage.images[: len(pairs)], self._inward
+        held, images, copies = [at for at, _ in pairs], stage.images(memory, len(pairs)), self._inward
         if stage.free is not None:
             copies.hold(stage.free)
-        copies.run(lambda: self._copy(images, held, out=False))
+        copies.run(lambda: _copy(images, memory, held, out=False))
         copies.hold_engine(copies.mark())
         scatter_pages(pool, _ids([page for _, page in pairs], pool.device), images)
         stage.free = copies.engine_mark()
 
-    def _copy(self, images: Tensor, held: Seq[int], *, out: bool) -> None:
-        """Copy images to host pages, or back; host pages that are next to each other at once."""
-        staged, memory, start = as_bytes(images), as_bytes(self.images), 0
-        for stop in range(1, len(held) + 1):
-            if stop < len(held) and held[stop] == held[stop - 1] + 1:
-                continue
-            host = memory[held[start] : held[start] + stop - start]
-            target, source = (host, staged[start:stop]) if out else (staged[start:stop], host)
-            target.copy_(source, non_blocking=True)
-            start = stop
+
+def _copy(images: Tensor, memory: Tensor, held: Seq[int], *, out: bool) -> None:
+    """Copy images to host pages, or back; host pages that are next to each other at once."""
+    staged, memory, start = as_bytes(images), as_bytes(memory), 0
+    for stop in range(1, len(held) + 1):
+        if stop < len(held) and held[stop] == held[stop - 1] + 1:
+            continue
+        host = memory[held[start] : held[start] + stop - start]
+        target, source = (host, staged[start:stop]) if out else (staged[start:stop], host)
+        target.copy_(source, non_blocking=True)
+        start = stop
 
 
 def _ids(pages: Seq[int], device: torch.device) -> Tensor:

@@ -87,7 +87,7 @@ def _everything(state: EngineState) -> list[bytes]:
         reply = running.reply(row, 0) if isinstance(running, Steady) else one.tokens.array(one.request.num_prompt).tolist()
         parts.append(np.array(reply, np.int64).tobytes())
     if (host := pool.host) is not None:
-        parts += [pack("<q", at) + host.key_of[at] for at in sorted(host.key_of)]
+        parts += [pack("<q?", at, at in host.bare) + host.key_of[at] for at in sorted(host.key_of)]
         parts += [np.array((key, *host.moved[key].pages), np.int64).tobytes() for key in sorted(host.moved)]
         parts += [pack("<q", at) + key for at, key in sorted(host.disk.reading.items())] if host.disk is not None else []
         parts += [np.array(host.ages.pages(), np.int64).tobytes(), host.used.counts.copy().tobytes()]

@@ -206,6 +206,8 @@ def check_host(host: HostPages) -> None:
     wrong = [at for key, at in by_key.items() if key_of.get(at) != key]
     _require(not wrong, "host pages", f"host pages {wrong[:8]} are found by a prefix that is not theirs")
     kept = {at for moved in host.moved.values() for at in moved.pages}
+    bare = sorted(at for at in host.bare if at not in key_of or at in kept)
+    _require(not bare, "host pages", f"host pages {bare[:8]} lack frames that chunks need, or hold nothing")
     reading = {} if host.disk is None else dict(host.disk.reading)
     both = sorted((key_of.keys() | kept) & reading.keys())
     _require(not both, "host pages", f"host pages {both[:8]} are used and read")

@@ -16,6 +16,7 @@ from nanovllm.state import lru, offload
 from nanovllm.state import pages as page_ops
 from nanovllm.state import pool as pools
 from nanovllm.state.chunk import Chunk
+from nanovllm.state.host_loads import bring_in
 from nanovllm.state.offload import HostPages, Moved
 from nanovllm.state.pool import Pool
 from nanovllm.state.prefix_cache import ROOT
@@ -27,6 +28,8 @@ def move_out(pool: Pool, chunk: Chunk) -> Pool | None:
     """The pool of a plan in which a chunk has host pages instead of its pages. None if there are too few host pages."""
     host, pages = pool.host, chunk.pages.array()
     assert host is not None and host.moves is not None
+    first, second = (part if part is None else part.tolist() for part in pools.addresses(pool, pages))
+    assert first is not None
     namespace, keys = _indexed(pool, chunk, pages)
     known = [host.by_key.get(key) for key in keys]
     host = offload.read(host, [at for at in known if at is not None])  # the chunk owns them, so they are not replaced
@@ -35,48 +38,51 @@ def move_out(pool: Pool, chunk: Chunk) -> Pool | None:
     taken = page_ops.allocate(host.used, count)
     if taken is None or host.moves is None:
         return None
-    free, by_key, key_of, out = iter(taken[1]), host.by_key, host.key_of, host.moves.out
+    free, by_key, key_of, bare = iter(taken[1]), host.by_key, host.key_of, host.bare
+    out, frames_out = host.moves.out, host.moves.frames_out
     owned, keyed = list[int](), list[int]()
-    for place, page in enumerate(pages.tolist()):
-        if place < len(known) and (at := known[place]) is not None:
-            owned.append(at)
-            continue
-        at = next(free)
-        out = out.set(at, page)
+    for place, page in enumerate(first):
+        known_at = known[place] if place < len(known) else None
+        at = next(free) if known_at is None else known_at
         owned.append(at)
+        if second is not None and (known_at is None or at in bare):  # a chunk needs all of its frames
+            frames_out, bare = frames_out.set(at, second[place]), bare.delete(at) if at in bare else bare
+        if known_at is not None:
+            continue
+        out = out.set(at, page)
         if place < len(keys):
             by_key, key_of = by_key.set(keys[place], at), key_of.set(at, keys[place])
             keyed.append(at)
     used = page_ops.retain(taken[0], np.array(keyed, np.int32))
     moved = Moved(pages=tuple(owned), num_keyed=len(keys), namespace=namespace)
     host = replace(
-        host, used=used, by_key=by_key, key_of=key_of, moves=replace(host.moves, out=out), moved=host.moved.set(chunk.liveness, moved)
-    )
+        host, used=used, by_key=by_key, key_of=key_of, bare=bare, moves=replace(host.moves, out=out, frames_out=frames_out),
+        moved=host.moved.set(chunk.liveness, moved),
+    )  # fmt: skip
     return pools.release(replace(pool, host=host), chunk.pages)
 
 
-def move_in(pool: Pool, chunk: Chunk) -> tuple[Pool, IntVector, tuple[int, ...]] | None:
+def move_in(pool: Pool, chunk: Chunk) -> tuple[Pool, IntVector, tuple[int, ...], np.ndarray] | None:
     """The pool of a plan in which a chunk owns pages of the device again.
 
-    Pages that the prefix index has are shared. Others are copied in, and enter the index if it had them when the chunk was moved out.
+    Pages that the prefix index has are shared; if they have lost their frames, these are copied in. Others are copied in, and enter the
+    index if it had them when the chunk was moved out.
 
     Returns:
-        The pool, the pages of the chunk, and those of them that were taken. None if there are too few pages.
+        The pool, the pages of the chunk, those of them that were taken, and the others that got frames. None if there are too few pages.
     """
     host, size = pool.host, pool.prefix.page_size
     assert host is not None
     moved = host.moved[chunk.liveness]
     keyed = chunk.tokens.array(0, moved.num_keyed * size)
     shared = pools.match(pool, keyed, moved.namespace)
-    rest = list(moved.pages[len(shared) :])
-    pool = pools.acquire(replace(pool, host=offload.read(host, rest)), shared)
-    taken = pools.allocate(pool, len(rest))
-    if taken is None or taken[0].host is None:
+    done = bring_in(pool, shared, moved.pages, 0)
+    if done is None or done[0].host is None:
         return None
-    pool, fresh = taken
+    pool, fresh, framed = done
     pages = np.concatenate((shared, np.array(fresh, np.int32)))
-    pool = replace(pool, host=given_up(offload.load(taken[0].host, rest, fresh), chunk.liveness))
-    return pools.insert(pool, keyed, pages[: moved.num_keyed], moved.namespace), IntVector.of(pages), fresh
+    pool = replace(pool, host=given_up(done[0].host, chunk.liveness))
+    return pools.insert(pool, keyed, pages[: moved.num_keyed], moved.namespace), IntVector.of(pages), fresh, framed
 
 
 def share(host: HostPages, old: Chunk, new: Chunk, num_pages: int, page_size: int) -> HostPages:

@@ -5,10 +5,13 @@ When the prefix index evicts an idle page, a page of host memory (a *host page*)
 
 A step plans before it copies: `Moves` says which pages are copied out and in. Host pages that are copied in stay where they are, and are
 not replaced within the plan. All copies out come before all copies in, and both before anything else that the step writes.
+
+A host page has room for a page and its frame (the KV of layers with a sliding window). It is *bare* if the page had no frame when it left.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 from immutables import Map
@@ -20,6 +23,8 @@ from nanovllm.state.lru import Ages, init_ages
 from nanovllm.state.pages import PageState, init_pages
 from nanovllm.state.prefix_keys import keys_from
 
+Pair = tuple[int, int]
+T = TypeVar("T")
 LATENCY = 100e-6  # seconds that the first page of a copy takes, whatever its size
 
 
@@ -40,16 +45,24 @@ class Rates:
 class Moves:
     """The copies of one step between the device and host memory.
 
+    Pages are named by where they lie in the first KV pool: if every layer has a window, these are frames.
+
     Attributes:
         out: For each host page that is written the page whose KV it gets.
         into: (host page, page) pairs: the page gets the KV of the host page.
+        frames_out: For each host page whose frame is written the frame whose KV it gets, if the frames have a pool of their own.
+        frames_into: (host page, frame) pairs: the frame gets the KV of the host page's frame.
+        reads: The host pages that the plan reads, each as often as it reads it.
     """
 
     out: Map[int, int] = field(default_factory=Map)
-    into: tuple[tuple[int, int], ...] = ()
+    into: tuple[Pair, ...] = ()
+    frames_out: Map[int, int] = field(default_factory=Map)
+    frames_into: tuple[Pair, ...] = ()
+    reads: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.out) or bool(self.into)
+        return any((self.out, self.into, self.frames_out, self.frames_into))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,12 +85,14 @@ class HostPages:
     """Which host pages hold the KV of which prefix.
 
     Attributes:
-        page_bytes: The bytes of a page over all layers.
+        page_bytes: The bytes of a page over all layers, its frame included.
+        frame_bytes: The bytes of its frame.
         rates: How fast the engine runs prompts and copies pages.
         used: The owners of host pages: one if the host page has a key, and one more for each chunk in host memory that has it, and for
             each copy of the plan that reads it.
         by_key: The host pages by the key of their prefix.
         key_of: The keys by host page.
+        bare: The host pages without the KV of their frame. In a model without windows there are none.
         ages: The host pages that may be replaced, those that were used least recently first.
         moves: The copies that the plan under construction needs. None: no plan is made, and evicted pages are not kept.
         moved: The live chunks in host memory, by `liveness`; see `moved_chunks.py`.
@@ -86,11 +101,13 @@ class HostPages:
     """
 
     page_bytes: int
+    frame_bytes: int
     rates: Rates
     used: PageState
     by_key: Map[bytes, int]
     key_of: Map[int, bytes]
     ages: Ages
+    bare: Map[int, bool] = field(default_factory=Map)
     moves: Moves | None = None
     moved: Map[int, Moved] = field(default_factory=Map)
     held: tuple[int, ...] = ()
@@ -105,10 +122,11 @@ class HostPages:
         return self.used.num_pages
 
 
-def init_host(num_pages: int, page_bytes: int, rates: Rates) -> HostPages:
+def init_host(num_pages: int, page_bytes: int, rates: Rates, frame_bytes: int = 0) -> HostPages:
     """`num_pages` host pages, all of them free."""
     return HostPages(
-        page_bytes=page_bytes, rates=rates, used=init_pages(num_pages), by_key=Map(), key_of=Map(), ages=init_ages(num_pages)
+        page_bytes=page_bytes, frame_bytes=frame_bytes, rates=rates, used=init_pages(num_pages), by_key=Map(), key_of=Map(),
+        ages=init_ages(num_pages),
     )  # fmt: skip
 
 
@@ -133,21 +151,31 @@ def planning(host: HostPages) -> HostPages:
     return replace(host, moves=Moves())
 
 
-def find(host: HostPages, tokens: np.ndarray, start: int, page_size: int, namespace: int = 0) -> list[int]:
-    """The host pages that hold the pages of `tokens` (int32) from page number `start` on, as many as there are in a row."""
+def find(host: HostPages, tokens: np.ndarray, start: int, page_size: int, namespace: int = 0, num_held: int = 0) -> list[int]:
+    """The host pages that hold the pages of `tokens` (int32) from page number `start` on, as many as there are in a row.
+
+    The first `num_held` of these pages are on the device too. Where one of them has no host page, the list has -1.
+    """
     found = list[int]()
     for key in keys_from(tokens, start, page_size, namespace):
-        if (at := host.by_key.get(key)) is None:
+        at = host.by_key.get(key, -1)
+        if at < 0 and len(found) >= num_held:
             break
         found.append(at)
     return found
 
 
-def keep(host: HostPages, pages: np.ndarray, keys: list[bytes]) -> HostPages:
+def keep(host: HostPages, pages: np.ndarray, keys: list[bytes], frames: np.ndarray | None = None) -> HostPages:
     """Keep the KV of pages that leave the device, in the order of their eviction: the first one is replaced first.
 
-    A prefix that has a host page already is not copied again. If there are too few host pages, the last pages given are kept, which come
-    first in their prompts.
+    A prefix that has a host page already is not copied again; only its frame is, if the host page is bare. If there are too few host pages,
+    the last pages given are kept, which come first in their prompts.
+
+    Args:
+        host: The host pages.
+        pages: The pages.
+        keys: Their keys.
+        frames: Their frames, -1 for a page without one. None: frames have no pool of their own.
     """
     if (moves := host.moves) is None:
         return host
@@ -156,9 +184,11 @@ def keep(host: HostPages, pages: np.ndarray, keys: list[bytes]) -> HostPages:
     fresh = sum(key not in host.by_key for key in keys)
     host = replaced(host, fresh - host.used.num_free)
     by_key, key_of, out = host.by_key, host.key_of, moves.out  # host pages that were replaced are all taken again below
+    bare, frames_out = host.bare, moves.frames_out
     used, taken = page_ops.allocate(host.used, min(host.used.num_free, fresh)) or (host.used, ())
     skipped, free, order = fresh - len(taken), iter(taken), list[int]()
-    for page, key in zip(pages.tolist(), keys, strict=True):
+    each = [None] * len(keys) if frames is None else frames.tolist()
+    for page, frame, key in zip(pages.tolist(), each, keys, strict=True):
         at = by_key.get(key)
         if at is None and skipped:
             skipped -= 1
@@ -166,10 +196,14 @@ def keep(host: HostPages, pages: np.ndarray, keys: list[bytes]) -> HostPages:
         if at is None:
             at = next(free)
             by_key, key_of, out = by_key.set(key, at), key_of.set(at, key), out.set(at, page)
+            if frame is not None:
+                bare, frames_out = bare.set(at, True), _without(frames_out, at)
+        if frame is not None and frame >= 0 and at in bare:
+            bare, frames_out = bare.delete(at), frames_out.set(at, frame)
         order.append(at)
     unread = [at for at in dict.fromkeys(order) if used.refcount(at) == 1]
-    ages, moves = lru.add(host.ages, _array(unread)), replace(moves, out=out)
-    return replace(host, used=used, by_key=by_key, key_of=key_of, ages=ages, moves=moves)
+    ages, moves = lru.add(host.ages, _array(unread)), replace(moves, out=out, frames_out=frames_out)
+    return replace(host, used=used, by_key=by_key, key_of=key_of, bare=bare, ages=ages, moves=moves)
 
 
 def read(host: HostPages, held: Iterable[int]) -> HostPages:
@@ -178,18 +212,20 @@ def read(host: HostPages, held: Iterable[int]) -> HostPages:
     return replace(host, used=page_ops.retain(host.used, held), ages=lru.remove(host.ages, held))
 
 
-def load(host: HostPages, held: list[int], pages: tuple[int, ...]) -> HostPages:
-    """Note that the plan copies host pages, which it reads, into pages of the device."""
-    assert host.moves is not None
-    return replace(host, moves=replace(host.moves, into=(*host.moves.into, *zip(held, pages, strict=True))))
+def load(host: HostPages, held: Iterable[int], into: Iterable[Pair], frames_into: Iterable[Pair] = ()) -> HostPages:
+    """Note that the plan copies host pages `held`, which it reads, into pages of the device, and their frames into frames."""
+    moves = host.moves
+    assert moves is not None
+    into, frames_into = (*moves.into, *into), (*moves.frames_into, *frames_into)
+    return replace(host, moves=replace(moves, into=into, frames_into=frames_into, reads=(*moves.reads, *held)))
 
 
 def settled(host: HostPages) -> tuple[HostPages, Moves]:
     """The host pages at the end of a plan, and its copies. Those that were read may be replaced again, after all others."""
     assert host.moves is not None
-    if not host.moves.into:
+    if not host.moves.reads:
         return replace(host, moves=None), host.moves
-    held = _array(at for at, _ in host.moves.into)
+    held = _array(host.moves.reads)
     once = _array(dict.fromkeys(held[::-1].tolist()))  # the last page of a prompt is replaced first
     used = page_ops.release(host.used, held)
     unread = _array([at for at in once.tolist() if used.refcount(at) == 1 and at in host.key_of])  # no chunk has them
@@ -222,11 +258,16 @@ def replaced(host: HostPages, count: int) -> HostPages:
 def _dropped(host: HostPages, held: list[int]) -> HostPages:
     if not held:
         return host
-    by_key, key_of, gone = host.by_key, host.key_of, _array(held)
+    by_key, key_of, bare, gone = host.by_key, host.key_of, host.bare, _array(held)
     for at in held:
         by_key, key_of = by_key.delete(key_of[at]), key_of.delete(at)
+        bare = _without(bare, at)
     used, ages = page_ops.release(host.used, gone), lru.remove(host.ages, gone)
-    return replace(host, used=used, by_key=by_key, key_of=key_of, ages=ages)
+    return replace(host, used=used, by_key=by_key, key_of=key_of, bare=bare, ages=ages)
+
+
+def _without(held: Map[int, T], at: int) -> Map[int, T]:
+    return held.delete(at) if at in held else held
 
 
 def _array(held: Iterable[int]) -> np.ndarray:

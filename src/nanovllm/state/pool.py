@@ -1,7 +1,8 @@
 """The page pool: `PageState`, `PrefixIndex` and, for layers with a sliding window, `Frames` together; and pages in host memory, if any.
 
 A page that only the index owns counts as available, and so does a frame that nobody needs. The index owns pages, but needs no frames.
-Between `planning` and the copies of the plan the KV of evicted pages goes to host memory (`offload.py`).
+Between `planning` and the copies of the plan the KV of evicted pages goes to host memory (`offload.py`). So does that of indexed pages
+whose frames are taken for other pages.
 """
 
 from collections.abc import Iterable
@@ -19,7 +20,7 @@ from nanovllm.state.pages import PageState, init_pages
 from nanovllm.state.prefix_cache import ROOT, PrefixIndex, init_prefix
 from nanovllm.state.prefix_keys import keys_of
 from nanovllm.state.vector import Ints, as_array
-from nanovllm.state.window_frames import Frames, num_retired
+from nanovllm.state.window_frames import Frames, num_retired, num_served
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -68,12 +69,13 @@ class Taken:
     frames: list[int] = field(default_factory=list)
     host_pages: list[int] = field(default_factory=list)
 
-    def note(self, pool: Pool, fresh: Ints) -> None:
-        """Add pages that this pool has just handed out."""
+    def note(self, pool: Pool, fresh: Ints, framed: Ints = ()) -> None:
+        """Add pages that this pool has just handed out, and the frames of other pages to which it has just given one."""
         fresh = as_array(fresh)
         self.pages.extend(fresh.tolist())
         if pool.frames is not None:
-            self.frames.extend(pool.frames.frame_of.get(fresh).tolist())
+            frames = pool.frames.frame_of.get(np.concatenate((fresh, as_array(framed))))
+            self.frames.extend(frames[frames >= 0].tolist())
 
 
 def too_few(pool: Pool, what: str) -> OutOfPagesError:
@@ -94,23 +96,31 @@ def planning(pool: Pool) -> Pool:
     return pool if pool.host is None else replace(pool, host=offload.planning(pool.host))
 
 
-def allocate(pool: Pool, count: int) -> tuple[Pool, tuple[int, ...]] | None:
-    """Take `count` pages, and a frame for each, evicting idle pages if needed. Returns None, and changes nothing, if there are too few."""
-    if count > pool.num_available:
+def allocate(pool: Pool, count: int, num_bare: int = 0) -> tuple[Pool, tuple[int, ...]] | None:
+    """Take `count` pages, and a frame for each after the first `num_bare`, evicting idle pages if needed.
+
+    Returns None, and changes nothing, if there are too few.
+    """
+    if count > pool.pages.num_free + pool.prefix.num_idle or (pool.frames and count - num_bare > pool.frames.num_available):
         return None
-    pages, prefix, frames, host = pool.pages, pool.prefix, pool.frames, pool.host
-    if count > pages.num_free:
-        prefix, evicted = prefix_ops.evict(prefix, count - pages.num_free)
-        pages, given, left = page_ops.give_back(pages, evicted)
-        frames = frames and frame_ops.vacate(frames, given[left == 0])
-        if host is not None and host.moves is not None:
-            host = offload.keep(host, given[left == 0], keys_of(pool.prefix, given[left == 0]))
-    taken = page_ops.allocate(pages, count)
+    if count > pool.pages.num_free:
+        prefix, evicted = prefix_ops.evict(pool.prefix, count - pool.pages.num_free)
+        pages, given, left = page_ops.give_back(pool.pages, evicted)
+        host = _kept(pool, given[left == 0])
+        pool = Pool(pages=pages, prefix=prefix, frames=pool.frames and frame_ops.vacate(pool.frames, given[left == 0]), host=host)
+    taken = page_ops.allocate(pool.pages, count)
     if taken is None:
-        raise BrokenInvariantError(f"{count} pages were promised, {pages.num_free} are free")
-    if frames is not None and count:
-        frames = frame_ops.give(frames, np.array(taken[1], np.int32))
-    return Pool(pages=taken[0], prefix=prefix, frames=frames, host=host), taken[1]
+        raise BrokenInvariantError(f"{count} pages were promised, {pool.pages.num_free} are free")
+    pool, fresh = Pool(pages=taken[0], prefix=pool.prefix, frames=pool.frames, host=pool.host), taken[1]
+    return (pool if pool.frames is None else _framed(pool, pool.frames, np.array(fresh[num_bare:], np.int32))), fresh
+
+
+def addresses(pool: Pool, pages: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    """Where the KV of pages lies in the first KV pool, and the frames of pages in the second one, if there is one; -1 without a frame."""
+    if pool.frames is None:
+        return pages, None
+    frames = pool.frames.frame_of.get(pages)
+    return (frames, None) if pool.frames.alone else (pages, frames)
 
 
 def acquire(pool: Pool, held: Ints, retired: int = 0) -> Pool:
@@ -121,6 +131,23 @@ def acquire(pool: Pool, held: Ints, retired: int = 0) -> Pool:
     pages, prefix = page_ops.retain(pool.pages, held), prefix_ops.set_busy(pool.prefix, held)
     frames = pool.frames and frame_ops.need(pool.frames, held[retired:])
     return Pool(pages=pages, prefix=prefix, frames=frames, host=pool.host)
+
+
+def acquire_with_frames(pool: Pool, held: np.ndarray, retired: int) -> tuple[Pool, np.ndarray] | None:
+    """Do as `acquire`, and give frames to the pages from place `retired` on that have lost theirs.
+
+    Returns:
+        The pool, and the pages that got frames, whose KV must be copied into them. None if there are too few frames.
+    """
+    if pool.frames is None or (there := pool.frames.have(held[retired:])).all():
+        return acquire(pool, held, retired), held[:0]
+    bare = held[retired:][~there]
+    pool = acquire(pool, held, len(held))
+    assert pool.frames is not None
+    frames = frame_ops.need(pool.frames, held[retired:][there])
+    if len(bare) > frames.num_available:
+        return None
+    return _framed(pool, frames, bare), bare
 
 
 def release(pool: Pool, held: Ints, retired: int = 0) -> Pool:
@@ -168,11 +195,8 @@ def reusable(pool: Pool, tokens: np.ndarray, *, whole: bool, namespace: int = 0)
     matched, frames = match(pool, tokens, namespace), pool.frames
     if frames is None or not len(matched):
         return matched, 0
-    size, counts = pool.prefix.page_size, np.arange(1, len(matched) + 1)
-    behind = np.maximum.accumulate(np.where(frames.have(matched), 0, counts))  # leading pages up to the last page without a frame
-    retired = 0 if whole else np.maximum(0, np.minimum(counts * size, len(tokens) - 1) - frames.window + 1) // size
-    served = np.flatnonzero(behind <= retired)
-    count = int(counts[served[-1]]) if len(served) else 0
+    size = pool.prefix.page_size
+    count = num_served(frames.have(matched), 0, None if whole else frames.window, len(tokens), size)
     return matched[:count], 0 if whole else num_retired(count * size, len(tokens), frames.window, size)
 
 
@@ -223,6 +247,24 @@ def withdraw(pool: Pool, unfilled: frozenset[int]) -> Pool:
     prefix, dropped = prefix_ops.forget(pool.prefix, unfilled)
     pages, _, _ = page_ops.give_back(pool.pages, dropped)
     return Pool(pages=pages, prefix=prefix, frames=pool.frames, host=pool.host)
+
+
+def _kept(pool: Pool, pages: np.ndarray) -> HostPages | None:
+    """The host pages of a plan in which indexed pages lose their KV or a part of it."""
+    if pool.host is None or pool.host.moves is None or not len(pages):
+        return pool.host
+    keys, (first, second) = keys_of(pool.prefix, pages), addresses(pool, pages)
+    if pool.frames is not None and pool.frames.alone:  # without its frame a page has no KV
+        there = np.flatnonzero(first >= 0)
+        first, keys = first[there], [keys[at] for at in there.tolist()]
+    return offload.keep(pool.host, first, keys, second)
+
+
+def _framed(pool: Pool, frames: Frames, pages: np.ndarray) -> Pool:
+    """The pool in which these pages get frames."""
+    lost = frame_ops.overtaken(frames, len(pages)) if pool.host is not None else pages[:0]
+    host = _kept(pool, lost[pool.prefix.contains(lost)])
+    return Pool(pages=pool.pages, prefix=pool.prefix, frames=frame_ops.give(frames, pages), host=host)
 
 
 def _made_way(pool: Pool, frames: Frames, tokens: np.ndarray, held: np.ndarray, namespace: int) -> Pool:

@@ -90,6 +90,11 @@ def give(frames: Frames, pages: np.ndarray) -> Frames:
     return replace(frames, used=taken[0], frame_of=frame_of, needs=needs)
 
 
+def overtaken(frames: Frames, count: int) -> np.ndarray:
+    """The pages whose spare frames the next `count` frames are taken from."""
+    return age_ops.take(frames.spare, max(0, count - frames.used.num_free))[1]
+
+
 def need(frames: Frames, pages: Ints) -> Frames:
     """Note one more need of each page's frame. Raises `BrokenInvariantError` for a page without one."""
     pages = as_array(pages)
@@ -146,6 +151,23 @@ def num_retired(num_filled: int, num_tokens: int, window: int, page_size: int) -
     The next token to run is the first unfilled one, or the last one again, for its logits.
     """
     return max(0, min(num_filled, num_tokens - 1) - window + 1) // page_size
+
+
+def num_served(have: np.ndarray, before: int, window: int | None, num_tokens: int, page_size: int) -> int:
+    """The largest number of pages after the first `before` with which a request can begin: all that later tokens see have frames.
+
+    Args:
+        have: For each page after the first `before` whether its frame is there.
+        before: The leading pages whose frames are there as far as they are needed.
+        window: The window. None: all frames are needed, because the request may become a chunk.
+        num_tokens: The tokens of the request.
+        page_size: Tokens per page.
+    """
+    counts = np.arange(before + 1, before + len(have) + 1)
+    behind = np.maximum.accumulate(np.where(have, 0, counts))  # leading pages up to the last page without a frame
+    retired = 0 if window is None else np.maximum(0, np.minimum(counts * page_size, num_tokens - 1) - window + 1) // page_size
+    served = np.flatnonzero(behind <= retired)
+    return int(served[-1]) + 1 if len(served) else 0
 
 
 def least_frames(window: int, page_size: int) -> int:

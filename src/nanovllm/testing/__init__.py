@@ -23,6 +23,7 @@ from nanovllm.testing.machines.engine import EngineMachine
 from nanovllm.testing.machines.failures import FailureMachine
 from nanovllm.testing.machines.frames import FrameMachine
 from nanovllm.testing.machines.host_memory import HostChunkMachine, HostMemoryMachine
+from nanovllm.testing.machines.host_windows import HostFrameMachine, HostWindowChunkMachine, HostWindowMachine
 from nanovllm.testing.machines.pages import PageMachine
 from nanovllm.testing.machines.prefix import PrefixMachine
 from nanovllm.testing.machines.run_ahead import AheadMachine
@@ -41,7 +42,10 @@ __all__ = [
     "FailureMachine",
     "FrameMachine",
     "HostChunkMachine",
+    "HostFrameMachine",
     "HostMemoryMachine",
+    "HostWindowChunkMachine",
+    "HostWindowMachine",
     "MixedWindowMachine",
     "ModelChunkMachine",
     "ModelWorld",

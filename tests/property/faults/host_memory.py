@@ -70,8 +70,7 @@ def _replaces_what_the_plan_reads(read):
 def _frees_what_the_plan_reads(settled):
     def faulty(host):
         after, moves = settled(host)
-        read = [at for at, _ in moves.into]
-        return replace(after, used=page_ops.release(after.used, read)), moves
+        return replace(after, used=page_ops.release(after.used, list(moves.reads))), moves
 
     return faulty
 
@@ -81,8 +80,8 @@ def _hashes_only_its_node(tokens_before):
 
 
 def _fills_one_page_too_many(find):
-    def faulty(host, tokens, start, page_size, namespace=0):
-        found = find(host, tokens, start, page_size, namespace)
+    def faulty(host, tokens, start, page_size, namespace=0, num_held=0):
+        found = find(host, tokens, start, page_size, namespace, num_held)
         others = [at for at in sorted(host.key_of) if at not in found]
         return [*found, others[0]] if found and others and (start + len(found) + 1) * page_size <= len(tokens) else found
 
@@ -90,7 +89,7 @@ def _fills_one_page_too_many(find):
 
 
 def _mixes_up_keys(keep):
-    return lambda host, pages, keys: keep(host, pages[::-1], keys)
+    return lambda host, pages, keys, frames=None: keep(host, pages[::-1], keys, frames)
 
 
 def _forgets_the_copies(settled):
@@ -145,9 +144,8 @@ def _copies_one_page_too_few(move_in):
         if done is None or not done[0].host.moves.into:
             return done
         host = done[0].host
-        short = replace(
-            host, used=page_ops.release(host.used, [host.moves.into[-1][0]]), moves=replace(host.moves, into=host.moves.into[:-1])
-        )
+        short = replace(host.moves, into=host.moves.into[:-1], reads=host.moves.reads[:-1])
+        short = replace(host, used=page_ops.release(host.used, [host.moves.into[-1][0]]), moves=short)
         return replace(done[0], host=short), *done[1:]
 
     return faulty

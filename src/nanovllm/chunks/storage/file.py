@@ -262,7 +262,8 @@ def _own_rows(state: EngineState, chunk: Chunk) -> Callable[[int, Tensor], None]
         memory = runtime_of(state).host
         assert memory is not None
         memory.synchronize()
-        page_ids, pools_of_kv = np.array(host.moved[chunk.liveness].pages, np.int32), (memory.images.transpose(0, 1),)
+        page_ids, frames = np.array(host.moved[chunk.liveness].pages, np.int32), None
+        pools_of_kv = tuple(images.transpose(0, 1) for images in memory.images)
     like = state.kv.pools[0]
     whole = not in_fp8(like) and like.shape[-1] * like.itemsize % 8 == 0  # copying the same bytes as int64 is several times as fast
     sources = [

@@ -22,6 +22,7 @@ from nanovllm.testing.machines.engine_holder import EngineHolder
 from nanovllm.testing.machines.failures import FailureMachine
 from nanovllm.testing.machines.frames import FrameMachine
 from nanovllm.testing.machines.host_memory import HostChunkMachine, HostMemoryMachine
+from nanovllm.testing.machines.host_windows import HostFrameMachine, HostWindowChunkMachine, HostWindowMachine
 from nanovllm.testing.machines.pages import PageMachine
 from nanovllm.testing.machines.prefix import PrefixMachine
 from nanovllm.testing.machines.run_ahead import AheadMachine
@@ -49,6 +50,9 @@ MACHINES: Mapping[str, Machine] = MappingProxyType(
         "windows": WindowMachine,
         "mixed-windows": MixedWindowMachine,
         "window-chunks": WindowChunkMachine,
+        "host-windows": HostWindowMachine,
+        "host-frames": HostFrameMachine,
+        "host-window-chunks": HostWindowChunkMachine,
     }
 )
 

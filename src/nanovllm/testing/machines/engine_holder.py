@@ -70,8 +70,8 @@ def kv_bytes(state: EngineState, chunk: Chunk) -> bytes:
         memory = runtime_of(state).host
         assert memory is not None
         memory.synchronize()
-        images = memory_of(memory.images.transpose(0, 1))
-        return images[:, np.array(host.moved[chunk.liveness].pages)[at // size], :, :, at % size].tobytes()
+        held = np.array(host.moved[chunk.liveness].pages)[at // size]
+        return b"".join(memory_of(images.transpose(0, 1))[:, held, :, :, at % size].tobytes() for images in memory.images)
     for pool, framed in zip(state.kv.pools, windowed_pools(state), strict=True):
         table = frames.of(pages) if framed and frames is not None else pages
         parts.append(memory_of(pool)[:, table[at // size], :, :, at % size].tobytes())

@@ -14,11 +14,13 @@ from nanovllm.models.model import Model
 from nanovllm.ops.kv_cache.fp8 import as_bytes
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.engine_state import EngineState
-from nanovllm.state.kv_cache import bytes_per_page
+from nanovllm.state.kv_cache import bytes_by_group, bytes_per_page
 from nanovllm.state.offload import Rates, init_host
+from nanovllm.state.pool import addresses
 from nanovllm.state.prefix_keys import keys_of
 from nanovllm.testing.machines.chunks import ChunkMachine
 from nanovllm.testing.machines.engine import EngineMachine
+from nanovllm.testing.machines.engine_holder import room_of
 from nanovllm.testing.shadows.late_copies import FlakyHostMemory
 from nanovllm.testing.shadows.memory import expect, freeze, indexed_runs
 from nanovllm.testing.shadows.worlds import FlakyExecutor, PlantedError
@@ -48,24 +50,29 @@ class HostMemoryMachine(EngineMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.images = dict[bytes, bytes]()  # by key: the KV of a page when it was indexed
+        self.images = dict[tuple[bytes, int], bytes]()  # by key and KV pool: the KV of a page or frame while it was indexed
         self.prefixes = dict[bytes, list[int]]()  # by key: the tokens
 
     @initialize(data=st.data(), num_host_pages=st.integers(1, 12))
     def start(self, data: st.DataObject, num_host_pages: int) -> None:
         """Start a fresh engine with host memory. Chunks may pin about half of its pool."""
-        self.state = with_host_memory(self.world.init_state(data.draw(limits(self.max_tokens))), self.world.model, num_host_pages)
-        self.most_pinned = max(2, self.state.config.num_pages // 2)
+        frames = None if self.num_frames is None else st.integers(*self.num_frames)
+        limited = data.draw(limits(self.max_tokens, num_frames=frames))
+        self.state = with_host_memory(self.world.init_state(limited), self.world.model, num_host_pages)
+        self.most_pinned = max(2, room_of(self.state) // 2)
 
     @invariant()
     def memory_agrees(self) -> None:
         """Check device memory, and remember the KV of each indexed page."""
         super().memory_agrees()
         state = enter(self.state)
-        pool, held = as_bytes(state.kv.pools[0]), state.prefix.pages()
+        held = np.array(state.prefix.pages(), np.int32)
         tokens_of = {page: tokens for tokens, page in indexed_runs(state.prefix)}
-        for page, key in zip(held, keys_of(state.prefix, np.array(held, np.int32)), strict=True):
-            self.images[key] = pool[:, page].contiguous().numpy().tobytes()
+        tables = [None if table is None else table.tolist() for table in addresses(state.pool, held)]
+        for place, (page, key) in enumerate(zip(held.tolist(), keys_of(state.prefix, held), strict=True)):
+            for group, (pool, table) in enumerate(zip(state.kv.pools, tables, strict=False)):
+                if table is not None and table[place] >= 0:
+                    self.images[key, group] = as_bytes(pool)[:, table[place]].contiguous().numpy().tobytes()
             self.prefixes[key] = list(tokens_of[page])
 
     @precondition(lambda self: self.state.chunks)
@@ -114,10 +121,11 @@ class HostMemoryMachine(EngineMachine):
         host, memory = enter(self.state).pool.host, runtime_of(self.state).host
         assert host is not None and memory is not None
         memory.synchronize()
-        images = as_bytes(memory.images)
         for key, at in host.by_key.items():
-            alike = key not in self.images or images[at].contiguous().numpy().tobytes() == self.images[key]
-            expect(alike, f"host page {at} has other KV than its page had", invariant=16)
+            for group, images in enumerate(memory.images[:1] if at in host.bare else memory.images):
+                wanted = self.images.get((key, group))
+                alike = wanted is None or as_bytes(images)[at].contiguous().numpy().tobytes() == wanted
+                expect(alike, f"host page {at} has other KV than its page had", invariant=16)
 
     def teardown(self) -> None:
         """Compare host memory a last time, and check that all requests and sessions end and all pages return."""
@@ -191,8 +199,9 @@ def with_host_memory(state: EngineState, model: Model, num_host_pages: int) -> E
     executor, runtime, page_size = executor_of(state), runtime_of(state), state.config.page_size
     assert isinstance(executor, FlakyExecutor)
     runtime.host = FlakyHostMemory(state.kv, num_host_pages, executor)
-    page = bytes_per_page(model.config, page_size=page_size, dtype=state.kv.pools[0].dtype)
-    return replace(state, pool=replace(state.pool, host=init_host(num_host_pages, page, ALWAYS)))
+    sizes = {"page_size": page_size, "dtype": state.kv.pools[0].dtype}
+    page, (_, frame) = bytes_per_page(model.config, **sizes), bytes_by_group(model.config, **sizes)
+    return replace(state, pool=replace(state.pool, host=init_host(num_host_pages, page, ALWAYS, frame)))
 
 
 def require_full(state: EngineState, chunk: Chunk) -> None:

@@ -55,9 +55,10 @@ def freeze(value: Any) -> Any:
             return freeze(value.pages), freeze(value.prefix), value.frames and freeze(value.frames), value.host and freeze(value.host)
         case HostPages():
             ages = tuple(value.ages.pages()), tuple(value.ages.since.copy().tolist())
-            moves = value.moves and (frozenset(value.moves.out.items()), value.moves.into)
+            moves = value.moves and tuple(frozenset(pairs.items()) for pairs in (value.moves.out, value.moves.frames_out))
+            moves = moves and (*moves, value.moves.into, value.moves.frames_into, value.moves.reads)
             disk = value.disk and (frozenset(value.disk.reading.items()), frozenset(value.disk.waits.items()), value.disk.now)
-            keys = frozenset(value.by_key.items()), frozenset(value.key_of.items())
+            keys = frozenset(value.by_key.items()), frozenset(value.key_of.items()), frozenset(value.bare)
             return freeze(value.used), *keys, ages, moves, frozenset(value.moved.items()), value.held, disk
         case Frames():
             spare = value.spare
