@@ -22,7 +22,7 @@ from nanovllm.state.engine_state import EngineState
 from nanovllm.state.invariants import check
 from nanovllm.state.kv_cache import pages_for
 from nanovllm.state.request import StepOutput
-from nanovllm.testing.machines.engine_holder import SMALLEST, EngineHolder, kv_bytes
+from nanovllm.testing.machines.engine_holder import SMALLEST, EngineHolder, in_memory, kv_bytes
 from nanovllm.testing.shadows.chunks import ChunkShadow, ShadowChunk
 from nanovllm.testing.shadows.memory import expect, freeze, indexed_runs
 from nanovllm.testing.shadows.worlds import ChunkWorld, PlantedError, SymbolicWorld
@@ -68,7 +68,7 @@ class ChunkDriver(EngineHolder):
         self.shadow = ChunkShadow(self.world)
         self.held: dict[int, Held] = {}  # live chunks by handle, the oldest first
         self.files: list[Saved] = []
-        self.folder = TemporaryDirectory(prefix="nanovllm-")
+        self.folder = TemporaryDirectory(prefix="nanovllm-", dir=in_memory())
         self.num_files = 0
         self.foreign: Chunk | None = None
 

@@ -21,6 +21,7 @@ from nanovllm.state.engine_state import EngineState
 from nanovllm.state.kv_cache import bytes_per_page
 from nanovllm.state.offload import init_host
 from nanovllm.state.prefix_keys import is_full, keys_from, keys_of
+from nanovllm.testing.machines.engine_holder import in_memory
 from nanovllm.testing.machines.host_memory import ALWAYS, HostMemoryMachine
 from nanovllm.testing.shadows.late_copies import FlakyHostMemory
 from nanovllm.testing.shadows.late_disk import FlakyFolder, LateDiskTier
@@ -66,7 +67,7 @@ class DiskMachine(HostMemoryMachine):
         the front of their prompts meanwhile.
         """
         self.slowness = slowness
-        self.limits, self.folder = data.draw(limits(self.max_tokens)), Path(tempfile.mkdtemp(prefix="nanovllm-kv-"))
+        self.limits, self.folder = data.draw(limits(self.max_tokens)), Path(tempfile.mkdtemp(prefix="nanovllm-kv-", dir=in_memory()))
         self.max_bytes = data.draw(st.integers(1, 16))  # pages, until the size of one is known
         self.state = self._engine(num_host_pages)
         self.most_pinned = max(2, self.state.config.num_pages // 2)
@@ -100,7 +101,10 @@ class DiskMachine(HostMemoryMachine):
 
     def _stored(self) -> dict[bytes, Path]:
         """The files by key."""
-        return {} if self.folder is None else {bytes.fromhex(path.stem): path for path in self.folder.rglob("*.kv")}
+        if self.folder is None:
+            return {}
+        files = (Path(top, name) for top, _, names in os.walk(self.folder) for name in names if name.endswith(".kv"))
+        return {bytes.fromhex(path.stem): path for path in files}
 
     @rule(reads=st.integers(0, 4), writes=st.integers(0, 8), copied=st.booleans())
     def work(self, reads: int, writes: int, copied: bool) -> None:

@@ -1,5 +1,6 @@
 """The engine under test, and older values: values that must not change, and states and chunks that must be refused."""
 
+import os
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -55,6 +56,11 @@ class EngineHolder(RuleBasedStateMachine):
         else:
             expect(False, f"the call should have raised {error.__name__}")
         expect(freeze(self.state.pool) == before, "a refused call changed the pool")
+
+
+def in_memory() -> str | None:
+    """A place for folders that the system keeps in memory, where no write waits for a disk. None: there is none."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else None
 
 
 def room_of(state: EngineState) -> int:
