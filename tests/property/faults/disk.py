@@ -146,8 +146,14 @@ def _counts_what_it_ran_as_reused(gone_on):
     return faulty
 
 
-OTHERS = ("other_engine", "crash", "break_disk", "damage", "read_back", "come_back", "lose_host_memory", "compare_disk", "flush")
-Splits = type("Splits", (DiskMachine,), dict.fromkeys(OTHERS))  # without rules that lead to other reads, so that splits come often
+def _without(name, *rules):
+    """`DiskMachine` without some rules, so that what the others lead to comes often."""
+    return type(name, (DiskMachine,), dict.fromkeys(rules))
+
+
+OTHERS = ("other_engine", "crash", "break_disk", "damage", "come_back")
+Splits = _without("Splits", *OTHERS, "read_back", "lose_host_memory", "flush")
+FailedCalls = _without("FailedCalls", *OTHERS, "meet")
 
 
 DISK_FAULTS: tuple[Fault, ...] = (
@@ -172,7 +178,7 @@ DISK_FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="disk: reads of a failed call go on",
-        machine=DiskMachine,
+        machine=FailedCalls,
         targets=((DiskTier, "take"), (DiskTier, "overwriting")),
         faulty=_does_not_wait_for_the_reads_of_a_failed_call,
     ),
@@ -210,7 +216,7 @@ DISK_FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="disk: a chunk gets pages into which a failed call reads",
-        machine=DiskMachine,
+        machine=FailedCalls,
         targets=((DiskTier, "overwriting"),),
         faulty=_does_not_wait_for_the_reads_of_a_failed_call,
     ),
