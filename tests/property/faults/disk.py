@@ -146,8 +146,13 @@ def _counts_what_it_ran_as_reused(gone_on):
     return faulty
 
 
-OTHERS = ("other_engine", "crash", "break_disk", "damage", "read_back", "come_back", "lose_host_memory", "compare_disk", "flush")
-Splits = type("Splits", (DiskMachine,), dict.fromkeys(OTHERS))  # without rules that lead to other reads, so that splits come often
+def _without(name, *rules):
+    """`DiskMachine` without some rules, so that what the others lead to comes often."""
+    return type(name, (DiskMachine,), dict.fromkeys(rules))
+
+
+OTHERS = ("other_engine", "crash", "break_disk", "damage", "come_back")
+Splits = _without("Splits", *OTHERS, "read_back", "lose_host_memory", "flush")
 
 
 DISK_FAULTS: tuple[Fault, ...] = (
