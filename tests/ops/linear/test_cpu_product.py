@@ -146,6 +146,19 @@ def test_bits_of_a_row_depend_on_nothing_else(
         assert torch.equal(product(x, matrix.row_range(0, wanted), None), whole[:, :wanted])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns", [896, 1000, 1024, 1025, 1152, 3000, 3072])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_row_has_the_bits_that_it_has_among_others_at_any_width(kind: Kind, columns: int, dtype: torch.dtype) -> None:
+    """A row by itself has loops of its own, and for int8 they change where a row of codes is longer than 1,024."""
+    x, matrix = drawn(0, 3, columns).to(dtype), quantise(drawn(1, 40, columns), kind)
+    whole = product(x, matrix, None)
+    for row in range(3):
+        assert torch.equal(product(x[row : row + 1], matrix, None), whole[row : row + 1])
+    meant = x.double() @ matrix.dequantised(torch.float64).T
+    assert ((whole.double() - meant).abs() <= allowed(x, matrix, meant)).all()
+
+
 def test_codes_behind_the_last_column_count_for_nothing() -> None:
     matrix, x = quantise(drawn(0, 20, 100), "int4"), drawn(1, 3, 100)
     filled = matrix.codes.clone()

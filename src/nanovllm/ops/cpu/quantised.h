@@ -389,20 +389,21 @@ INLINE void multiply_int4(const struct cell *cell, const char *codes, int64_t st
     }
 }
 
-// For int8, blocks `first` ... `last` - 1 of four rows after another: memory is the limit, and is fastest in the order of addresses.
+// For int8, blocks `first` ... `last` - 1 of TOGETHER rows after another: memory is the limit, and is fastest in the order of addresses. So where
+// a run is a whole row, it is one row after another. Where it is not, four rows keep as many bytes on the way.
 INLINE void multiply_int8(const struct cell *cells, int64_t T, const char *codes, int64_t stride, int64_t first, int64_t last, int64_t blocks,
-                          words acc[RUN][2][WIDE], int PARTS) {
+                          words acc[RUN][2][WIDE], int PARTS, int TOGETHER) {
     // The run after this one: of the same rows, or the first of the next WIDE rows.
     const char *const next = last < blocks ? codes + last * BLOCK : codes + WIDE * stride;
-    for (int64_t i = 0; i < WIDE; i += 4) {
+    for (int64_t i = 0; i < WIDE; i += TOGETHER) {
         const char *const row = codes + i * stride;
         const char *const ahead = i + AHEAD < WIDE ? row + AHEAD * stride + first * BLOCK : next + (i + AHEAD - WIDE) * stride;
         for (int64_t b = first; b < last; b++) {
-            words sum[4][2] = {{{0}, {0}}, {{0}, {0}}, {{0}, {0}}, {{0}, {0}}};
+            words sum[4][2] = {{{0}, {0}}, {{0}, {0}}, {{0}, {0}}, {{0}, {0}}};  // of which TOGETHER are used
 #pragma GCC unroll 4
             for (int at = 0; at < BLOCK; at += SIDE)
 #pragma GCC unroll 4
-                for (int r = 0; r < 4; r++) {
+                for (int r = 0; r < TOGETHER; r++) {
                     words w, part[32], x;
                     memcpy(&w, row + r * stride + b * BLOCK + at, sizeof w);
                     unpack_int8(w, part);
@@ -416,7 +417,7 @@ INLINE void multiply_int8(const struct cell *cells, int64_t T, const char *codes
                     if (at % 64 == 0) __builtin_prefetch(ahead + r * stride + (b - first) * BLOCK + at, 0, 3);
                 }
 #pragma GCC unroll 4
-            for (int r = 0; r < 4; r++) {
+            for (int r = 0; r < TOGETHER; r++) {
                 acc[b - first][0][i + r] = sum[r][0];
                 if (PARTS == 2) acc[b - first][1][i + r] = sum[r][1];
             }
@@ -485,7 +486,8 @@ INLINE void product(const struct cell *cells, int64_t T, int64_t K, const struct
                         words acc[RUN][2][WIDE];
                         const int64_t first = b, most = kind == INT4 ? 1 : RUN, last = whole - b < most ? whole : b + most;
                         if (kind == INT4) multiply_int4(cells + b * T + row, from, stride, b, acc[0], parts);
-                        else multiply_int8(cells + row, T, from, stride, first, last, blocks, acc, parts);
+                        else if (blocks <= RUN) multiply_int8(cells + row, T, from, stride, first, last, blocks, acc, parts, 1);
+                        else multiply_int8(cells + row, T, from, stride, first, last, blocks, acc, parts, 4);
                         for (; b < last; b++) {
                             const int64_t g = groups == 1 ? 0 : b * BLOCK / m->group;
                             if (g != loaded) load_group(m, lo + part, n - part, groups, loaded = g, group);
