@@ -71,17 +71,19 @@ def test_replies_are_the_same_and_fewer_tokens_are_run(model: Model, kv_dtype):
     assert total == plain.stats.prefill_tokens + plain.stats.reused_tokens
 
 
-def test_only_frames_come_back_to_pages_that_stayed_on_the_device():
+@pytest.mark.parametrize(("length", "num_left"), [(29, 0), (21, 1)])
+def test_only_frames_come_back_to_pages_that_stayed_on_the_device(length: int, num_left: int):
+    """A second prompt takes frames of the first one, and none of its pages. Of the window two pages need frames; some have them still."""
     state = engine()
     state, expected = reply(MIXED, state, prompt(0))
-    state, _ = reply(MIXED, state, prompt(1, 29))  # takes the frames of the first prompt, and none of its pages
-    matched = state.prefix.pages()
-    assert len(matched) == 5 + 1 + 7 + 1 and not state.pool.frames.have(np.array(matched, np.int32)).all()
-    before = state.stats
+    state, _ = reply(MIXED, state, prompt(1, length))
+    matched = pools.match(state.pool, np.array(prompt(0), np.int32))
+    assert len(matched) == 5 and np.count_nonzero(state.pool.frames.have(matched)) == num_left
+    before, num_indexed = state.stats, len(state.prefix.pages())
     state, output = reply(MIXED, state, prompt(0))
     assert output.token_ids == expected.token_ids and output.num_cached_tokens == 20
-    assert state.stats.loaded_tokens - before.loaded_tokens == 2 * 4  # of a window of 6 tokens
-    assert len(state.prefix.pages()) == len(matched), "no page was copied"
+    assert state.stats.loaded_tokens - before.loaded_tokens == (2 - num_left) * 4
+    assert len(state.prefix.pages()) == num_indexed, "no page was copied"
 
 
 def test_pages_before_the_window_come_back_without_frames():
@@ -134,6 +136,17 @@ def test_a_bare_host_page_gets_its_frame_later():
     assert bare - {host.key_of[at] for at in host.bare}, "no bare page got its frame"
     state, again = reply(MIXED, state, tokens)
     assert again.token_ids == expected.token_ids and again.num_cached_tokens == 24
+
+
+def test_where_every_layer_has_a_window_pages_without_frames_are_not_kept():
+    state = engine(ALONE, num_pages=12, num_frames=5, max_num_seqs=1)
+    state, output = reply(ALONE, state, prompt(0, 9), replace(GREEDY, max_tokens=30))
+    for seed in range(1, 5):
+        state, _ = reply(ALONE, state, prompt(seed, 40))
+    host, keys = state.pool.host, [*keys_from(np.array([*prompt(0, 9), *output.token_ids], np.int32), 0, 4)]
+    assert host is not None and not host.bare
+    there = [key in host.by_key for key in keys]
+    assert there[:2] == [True, True] and there[2:5] == [False] * 3, "frames in the middle of the reply were taken while it ran"
 
 
 def test_preempted_requests_load_their_pages():

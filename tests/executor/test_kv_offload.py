@@ -67,6 +67,23 @@ def test_pages_that_are_copied_out_and_in_are_gathered_first(stage, late):
     assert torch.equal(memory.images[0][4:], second.transpose(0, 1))
 
 
+@pytest.mark.parametrize("stage", [1, 3, 8])
+@pytest.mark.parametrize("late", [False, True])
+def test_frames_with_a_pool_of_their_own_go_through_the_same_stages(stage, late):
+    """An image of a frame has three times the bytes of that of a page, so that a stage holds fewer of them."""
+    pages, frames = random_pages(), torch.randn(6, 4, 2, 1, 4, 8)
+    kv, before = KVState(pools=(pages, frames)), (pages.clone(), frames.clone())
+    memory = HostMemory(kv, HOST, (LateCopies(), LateCopies()) if late else None, stage_bytes=stage * PAGE_BYTES)
+    memory.move(kv, Moves(out=Map((7 - page, page) for page in range(PAGES)), frames_out=Map((2 + at, at) for at in range(4))))
+    pages.zero_()
+    frames.zero_()
+    memory.move(kv, Moves(into=tuple((7 - page, page) for page in range(1, PAGES)), frames_into=((3, 0), (2, 1))))
+    assert torch.equal(pages[:, 1:], before[0][:, 1:]) and not pages[:, 0].any()
+    assert torch.equal(frames[:, :2], before[1][:, :2].flip(1)) and not frames[:, 2:].any()
+    memory.synchronize()
+    assert torch.equal(memory.images[1][2:6], before[1].transpose(0, 1)) and memory.num_pages == HOST
+
+
 def test_neighbouring_host_pages_are_one_copy(monkeypatch):
     pool, copies = random_pages(), []
     memory = HostMemory(KVState(pools=(pool,)), HOST)
