@@ -4,6 +4,8 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize
 from immutables import Map
 
 from nanovllm.engine import meeting
@@ -126,7 +128,7 @@ def _takes_what_is_still_being_read(gone_on):
 
 
 def _skips_missing_pages(gone_on):
-    def every(host, tokens, start, page_size, namespace=0):
+    def every(host, tokens, start, page_size, namespace, num_indexed):
         keys = keys_from(tokens, start, page_size, namespace)
         return [at for key in keys if (at := host.by_key.get(key)) is not None]
 
@@ -146,13 +148,26 @@ def _counts_what_it_ran_as_reused(gone_on):
     return faulty
 
 
-def _without(name, *rules):
-    """`DiskMachine` without some rules, so that what the others lead to comes often."""
-    return type(name, (DiskMachine,), dict.fromkeys(rules))
+class Splits(DiskMachine):
+    """`DiskMachine` in which many requests run the front of their prompts while the other pages are read."""
+
+    max_tokens = 60
+
+    @initialize(data=st.data(), slowness=st.sampled_from([1.0, 2.0]))
+    def start(self, data: st.DataObject, slowness: float) -> None:
+        """Start with much host memory and a slow disk."""
+        super().start(data, 12, slowness)
+
+    abandon = begin = begin_from = break_disk = come_back = commit = crash = damage = decode = detach = fail_to_prefill = None
+    failing_step = flush = fork = generate = generate_from = lose_host_memory = misuse = offload = other_engine = None
+    plant_failure = prefill = prefill_after = read_back = release = step_without_memory = submit_context = None
 
 
-OTHERS = ("other_engine", "crash", "break_disk", "damage", "come_back")
-Splits = _without("Splits", *OTHERS, "read_back", "lose_host_memory", "flush")
+class FailedCalls(DiskMachine):
+    """`DiskMachine` in which many calls fail while pages are read for them."""
+
+    abandon = begin = begin_from = break_disk = come_back = commit = crash = damage = decode = detach = fork = generate = None
+    generate_from = meet = misuse = other_engine = prefill_after = submit_context = None
 
 
 DISK_FAULTS: tuple[Fault, ...] = (
@@ -177,7 +192,7 @@ DISK_FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="disk: reads of a failed call go on",
-        machine=DiskMachine,
+        machine=FailedCalls,
         targets=((DiskTier, "ended"), (DiskTier, "overwriting")),
         faulty=_does_not_wait_for_the_reads_of_a_failed_call,
     ),
@@ -215,7 +230,7 @@ DISK_FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="disk: a chunk gets pages into which a failed call reads",
-        machine=DiskMachine,
+        machine=FailedCalls,
         targets=((DiskTier, "overwriting"),),
         faulty=_does_not_wait_for_the_reads_of_a_failed_call,
     ),

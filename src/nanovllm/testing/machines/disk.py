@@ -159,7 +159,7 @@ class DiskMachine(HostMemoryMachine):
     def meet(self, data: st.DataObject, prompt: list[int], more: list[int], damaged: bool, reads: list[int]) -> None:
         """Submit a request whose first pages, which an earlier one has filled, are on disk alone; let reads end between its steps."""
         self._submit(None, prompt, replace(self._options(data), max_tokens=1), keep=False)
-        self.step(4)
+        self.step(12)
         flush_kv(self.state)
         host, idle, stored = self.state.pool.host, self.state.prefix.idle_pages(), self._stored()
         keys = keys_from(np.array(prompt, np.int32), 0, self.state.config.page_size)
