@@ -14,9 +14,10 @@ the median of `--repeats` times in milliseconds:
 - `disk`, with `--kv-dir`: an engine that was just made reads its pages from files, of which the system keeps nothing in memory.
 
 `users` is about `--users` users with histories of `--history` tokens. `--visits` times one of them, drawn at random, comes back with
-`--turn` new tokens and gets a reply of `--reply` tokens, which both become part of the history. The pages of the device hold a quarter of
-all histories. There are the milliseconds to the first token, the seconds of all visits, and the prompt tokens that ran, that were
-reused and that were loaded.
+`--turn` new tokens and gets a reply of `--reply` tokens, which both become part of the history. `--at-once` users come at the same time,
+and the next ones when all have their replies. The pages of the device hold a quarter of all histories. There are the milliseconds to the
+first token, the visits per second, and the prompt tokens that ran, that were reused, that were loaded from host memory and that were read
+from the disk. The ways are the device alone, with host memory, and with `--kv-dir` also with files.
 """
 
 import argparse
@@ -39,21 +40,32 @@ from nanovllm.entrypoints.process import freeze
 from nanovllm.state.kv_cache import pages_for
 
 PAGE = 16
-SIZES = ("prompt", "repeats", "users", "history", "turn", "reply", "visits")
+SIZES = ("prompt", "repeats", "users", "history", "turn", "reply", "visits", "at_once")
 
 
 def served(model: nv.Model, state: nv.EngineState, tokens: list[int], reply: int = 1) -> tuple[nv.EngineState, float, list[int]]:
     """Donates `state`. Run one request to its end. Returns the state, the milliseconds to its first token, and its reply."""
-    start, first, drawn = time.perf_counter(), 0.0, list[int]()
-    state, _ = nv.submit(model, state, tokens, nv.SamplingParams(temperature=0, max_tokens=reply, ignore_eos=True))
+    state, ((first, drawn),) = served_together(model, state, [tokens], reply)
+    return state, first, drawn
+
+
+def served_together(
+    model: nv.Model, state: nv.EngineState, prompts: list[list[int]], reply: int
+) -> tuple[nv.EngineState, list[tuple[float, list[int]]]]:
+    """Donates `state`. Run requests to their ends. Returns the state, and for each the milliseconds to its first token and its reply."""
+    start, first, drawn = time.perf_counter(), dict[int, float](), dict[int, list[int]]()
+    for tokens in prompts:
+        state, rid = nv.submit(model, state, tokens, nv.SamplingParams(temperature=0, max_tokens=reply, ignore_eos=True))
+        drawn[rid] = []
     while state.running or state.waiting:
         state, outputs = nv.step(model, state)
-        if outputs and not first:
-            first = 1e3 * (time.perf_counter() - start)
-        drawn += [token for out in outputs for token in out.token_ids]
+        now = 1e3 * (time.perf_counter() - start)
+        for out in outputs:
+            first.setdefault(out.request_id, now)
+            drawn[out.request_id] += out.token_ids
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)  # copies to host memory are not part of the next request's time
-    return state, first, drawn
+    return state, [(first[rid], tokens) for rid, tokens in drawn.items()]
 
 
 def engine(
@@ -61,7 +73,7 @@ def engine(
 ) -> nv.EngineState:
     """An engine whose pages hold so many tokens, for one request at a time."""
     return nv.init_state(
-        model, num_pages=pages_for(num_tokens, PAGE) + 1, page_size=PAGE, max_model_len=longest, max_num_seqs=4,
+        model, num_pages=pages_for(num_tokens, PAGE) + 1, page_size=PAGE, max_model_len=longest, max_num_seqs=max(4, options.at_once),
         kv_dtype=options.kv_dtype, host_kv_gib=host_kv_gib, kv_dir=kv_dir, kv_dir_gib=options.kv_dir_gib,
     )  # fmt: skip
 
@@ -122,28 +134,35 @@ def from_disk(model: nv.Model, options: argparse.Namespace) -> dict[str, Any]:
     return {"disk": round(float(np.median(times)), 2), **told}
 
 
-def users(model: nv.Model, options: argparse.Namespace, host_kv_gib: float) -> dict[str, Any]:
+def users(model: nv.Model, options: argparse.Namespace, host_kv_gib: float, kv_dir: Path | None = None) -> dict[str, Any]:
     """The visits of users who come back at random."""
     random, vocab = Random(1), model.config.vocab_size
     most = model.config.max_position_embeddings if model.device.type == "cpu" else 1 << 30
     longest = min(most, options.history + options.visits * (options.turn + options.reply))
     histories = [random_tokens(random, options.history, vocab) for _ in range(options.users)]
-    room = max(options.users * options.history // 4, longest) + PAGE
-    state, times = engine(model, room, longest, options, host_kv_gib), list[float]()
+    room = max(options.users * options.history // 4, options.at_once * longest) + PAGE
+    state, times = engine(model, room, longest, options, host_kv_gib, kv_dir), list[float]()
     for tokens in histories:
         state, _, _ = served(model, state, tokens)
+    nv.flush_kv(state)
     before, start = state.stats, time.perf_counter()
-    for _ in range(options.visits):
-        who = random.randrange(options.users)
-        tokens = histories[who] + random_tokens(random, options.turn, vocab)
-        if len(tokens) + options.reply > longest:
-            tokens = tokens[: options.history]
-        state, first, drawn = served(model, state, tokens, options.reply)
-        histories[who], times = tokens + drawn, [*times, first]
+    for first in range(0, options.visits, options.at_once):
+        coming = random.sample(range(options.users), min(options.at_once, options.visits - first))
+        prompts = [histories[who] + random_tokens(random, options.turn, vocab) for who in coming]
+        prompts = [tokens if len(tokens) + options.reply <= longest else tokens[: options.history] for tokens in prompts]
+        state, visits = served_together(model, state, prompts, options.reply)
+        for who, tokens, (taken, drawn) in zip(coming, prompts, visits, strict=True):
+            histories[who] = tokens + drawn
+            times.append(taken)
     took, after = time.perf_counter() - start, state.stats
-    ran = {name: getattr(after, name) - getattr(before, name) for name in ("prefill_tokens", "reused_tokens", "loaded_tokens")}
+    kinds = ("prefill_tokens", "reused_tokens", "loaded_tokens", "read_tokens")
     spread = {f"p{part}": round(float(np.percentile(times, part)), 2) for part in (50, 90, 99)}
-    return {"first_token_ms": {"mean": round(float(np.mean(times)), 2), **spread}, "seconds": round(took, 3), **ran}
+    return {
+        "first_token_ms": {"mean": round(float(np.mean(times)), 2), **spread},
+        "seconds": round(took, 3),
+        "visits_per_second": round(options.visits / took, 2),
+        **{name: getattr(after, name) - getattr(before, name) for name in kinds},
+    }
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -157,6 +176,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--turn", type=positive, default=64, help="new tokens of a visit (default: %(default)s)")
     parser.add_argument("--reply", type=positive, default=16, help="tokens of a reply (default: %(default)s)")
     parser.add_argument("--visits", type=positive, default=64, help="visits of all users together (default: %(default)s)")
+    parser.add_argument("--at-once", type=positive, default=1, help="users who come at the same time (default: %(default)s)")
     parser.add_argument("--host-kv-gib", type=float, default=16.0, help="GiB of host memory (default: %(default)s)")
     parser.add_argument("--kv-dir", type=Path, metavar="DIR", help="an empty folder on the disk to measure (default: none is measured)")
     parser.add_argument("--kv-dir-gib", type=float, default=64.0, help="size limit of the files in it in GiB (default: %(default)s)")
@@ -164,6 +184,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--commit", help="commit to record (default: the commit that git reports)")
     parser.add_argument("--output", type=Path, help="write the results to this JSON file")
     options = parser.parse_args(arguments)
+    if options.at_once > options.users:
+        parser.error(f"--at-once {options.at_once} is more than --users {options.users}")
     model, name = find_model(options)
     freeze()
     results: dict[str, Any] = {"first_token_ms": first_tokens(model, options)}
@@ -171,10 +193,11 @@ def main(arguments: list[str] | None = None) -> None:
         results["first_token_ms"] |= from_disk(model, options)
     print("first_token_ms", json.dumps(results["first_token_ms"]), flush=True)
     results["users"] = {}
-    for way, gib in (("device_only", 0.0), ("host_memory", options.host_kv_gib)):
-        results["users"][way] = users(model, options, gib)
+    ways = [("device_only", 0.0, None), ("host_memory", options.host_kv_gib, None)]
+    for way, gib, folder in [*ways, ("disk", options.host_kv_gib, options.kv_dir)] if options.kv_dir else ways:
+        results["users"][way] = users(model, options, gib, folder)
         print(way, json.dumps(results["users"][way]), flush=True)
-    settings = " ".join(f"--{each} {getattr(options, each)}" for each in SIZES)
+    settings = " ".join(f"--{each.replace('_', '-')} {getattr(options, each)}" for each in SIZES)
     kv = f" --kv-dtype {options.kv_dtype}" if options.kv_dtype else ""
     kv += f" --kv-dir {options.kv_dir.name}" if options.kv_dir else ""
     command = f"python benchmarks/kv_tiers.py --model {name} {settings} --host-kv-gib {options.host_kv_gib}{kv}"

@@ -16,7 +16,7 @@ def test_the_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     lengths = ["--prompt", "320", "--repeats", "1", "--users", "4", "--history", "96", "--visits", "8", "--turn", "8", "--reply", "4"]
     output = tmp_path / "tiers.json"
     options = ["--model", model, "--device", "cpu", *lengths, "--host-kv-gib", "0.01", "--commit", "abc", "--output", str(output)]
-    options += ["--kv-dir", str(tmp_path / "kv")]
+    options += ["--kv-dir", str(tmp_path / "kv"), "--at-once", "2"]
     kv_tiers.main(options)
     told = json.loads(output.read_text())
     assert told["commit"] == "abc" and "--host-kv-gib 0.01" in told["command"]
@@ -26,6 +26,6 @@ def test_the_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert first["host_pages"] > 0 and first["rates"]["tokens_per_second"] > 0
     assert users["device_only"]["loaded_tokens"] == 0
     needed = [way["prefill_tokens"] + way["reused_tokens"] for way in users.values()]
-    assert needed[0] == needed[1]
+    assert needed[0] == needed[1] == needed[2] and all(way["visits_per_second"] > 0 for way in users.values())
     assert users["host_memory"]["reused_tokens"] >= users["device_only"]["reused_tokens"]
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["first_token_ms", "device_only", "host_memory"]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["first_token_ms", "device_only", "host_memory", "disk"]
