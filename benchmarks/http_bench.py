@@ -73,6 +73,8 @@ def served(model: str, arguments: list[str], *, program: tuple[str, ...] = ("nan
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 def cpu_seconds(parent: int) -> list[float]:

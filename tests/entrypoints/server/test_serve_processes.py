@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -226,24 +227,26 @@ def test_the_next_server_has_the_kv_and_the_named_chunks_of_one_that_was_killed(
     num_pages = reply["usage"]["prompt_tokens"] // 16
     if killed:
         server.wait(lambda: len([*tmp_path.rglob("*.kv")]) >= num_pages and [*tmp_path.rglob("*.name")])  # it has had nothing to do
-        pids = server.children()
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        server.process.kill()
-        server.end()
-        assert gone(pids)
+        for _ in range(2):  # the second one at once, before anything is written
+            pids = server.children()
+            for pid in (server.process.pid, *pids):
+                os.kill(pid, signal.SIGKILL)
+            server.end()
+            assert gone(pids)
+            server = served(*options).ready()
     else:
         server.process.send_signal(signal.SIGTERM)
         assert server.end() == 0 and not server.errors
-    server = served(*options).ready()
+        server = served(*options).ready()
     assert server.get("/v1/chunks/kept") == 200
     again = json.loads(server.post(asked).read())
     assert again["choices"] == reply["choices"]
-    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 16 * (num_pages - 1)
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 16 * num_pages // 2  # on a slow disk it runs the front meanwhile
     connection = server.connect()
     connection.request("GET", "/metrics")
     metrics = connection.getresponse().read().decode()
-    assert f'nanovllm_disk_read_tokens_total{{model_name="tiny"}} {16 * num_pages}.0' in metrics
+    (told,) = re.findall(r'nanovllm_disk_read_tokens_total\{model_name="tiny"\} (\S+)', metrics)
+    assert 16 * num_pages // 2 <= float(told) <= 16 * num_pages
     server.process.send_signal(signal.SIGTERM)
     assert server.end() == 0 and not server.errors
 

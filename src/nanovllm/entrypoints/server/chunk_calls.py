@@ -203,7 +203,7 @@ def load_marked(held: Held) -> tuple[Held, list[str]]:
         for name in saved_chunks.marked(limits, space):
             try:
                 found = saved_chunks.read(saved_chunks.path_of(limits, space, name), name, held.model)
-                held, value = _put_into_pages(held, found, space, name, replaced=False, namespace=namespace)
+                held, value = _put_into_pages(held, found, space, name, replaced=False, namespace=namespace, begins=True)
             except EngineDeadError:
                 raise
             except Exception as error:  # of one chunk, which the others and the engine can do without
@@ -228,8 +228,10 @@ def save_kept(held: Held) -> list[str]:
     return problems
 
 
-def _put_into_pages(held: Held, found: Any, space: str, name: str, *, replaced: bool, namespace: int) -> tuple[Held, Any]:
-    """Name a chunk that was read."""
+def _put_into_pages(
+    held: Held, found: Any, space: str, name: str, *, replaced: bool, namespace: int, begins: bool = False
+) -> tuple[Held, Any]:
+    """Name a chunk that was read. If the engine `begins`, nobody can have changed its file since, and the server's own one stays."""
     head, whole = found
     held.named.require_room(held.state, space, name, replaced=replaced)
     if runtime_of(held.state).mirror is None:
@@ -237,7 +239,7 @@ def _put_into_pages(held: Held, found: Any, space: str, name: str, *, replaced: 
     else:  # the other ranks read the file, too
         with saved_chunks.opened(saved_chunks.path_of(held.named.limits, space, name), f"the chunk {name!r}") as fd:
             loaded = chunk_file.load(held.model, held.state, fd, Path(name), namespace)
-    held, value = _named(held, loaded, space, name, replaced=replaced)
+    held, value = _named(held, loaded, space, name, replaced=replaced, has_file=begins)
     if not isinstance(value, NanoVLLMError):
         saved_chunks.mark(saved_chunks.path_of(held.named.limits, space, name), name)
     return held, value
@@ -283,13 +285,16 @@ def kept(
     return _named(replace(held, state=state), (state, made), keep.space, keep.name, replaced=keep.replaced, field=keep.field)
 
 
-def _named(held: Held, made: tuple[Any, Chunk], space: str, name: str, *, replaced: bool, field: str = "replace") -> tuple[Held, Any]:
+def _named(
+    held: Held, made: tuple[Any, Chunk], space: str, name: str, *, replaced: bool, field: str = "replace", has_file: bool = False
+) -> tuple[Held, Any]:
     """Give a new chunk its name, or release it and return the error."""
     state, named, error = settled(made[0], held.named, space, name, made[1], created=int(time.time()), replaced=replaced, field=field)
     held = replace(held, state=state, named=named)
     if error is not None:
         return held, error
-    saved_chunks.unmark(named.limits, space, name)  # if the name has a file, it is that of an older chunk
+    if not has_file:
+        saved_chunks.unmark(named.limits, space, name)  # if the name has a file, it is that of an older chunk
     return held, described(name, named.get(space, name))
 
 
