@@ -19,6 +19,7 @@ from nanovllm.engine.requests import cancel, submit, submit_many
 from nanovllm.engine.step import step
 from nanovllm.entrypoints.memory.report import memory
 from nanovllm.errors import InvalidRequestError, OutOfPagesError
+from nanovllm.executor.device_memory import Room
 from nanovllm.executor.executor import runtime_of
 from nanovllm.ops.distributed.in_process import run_ranks
 from nanovllm.sampling.params import SamplingParams
@@ -246,6 +247,21 @@ def test_sizes_that_are_refused():
             init_state(MODEL, num_pages=8, host_kv_gib=size)
     with pytest.raises(InvalidRequestError, match="less than one page"):
         init_state(MODEL, num_pages=8, host_kv_gib=1e-9)
+
+
+def test_auto_takes_a_quarter_of_the_free_memory_and_at_most_twice_the_kv_of_the_device(monkeypatch):
+    page = bytes_per_page(MODEL.config, page_size=4, dtype=MODEL.dtype)
+    for pages, count in ((40, 10), (400, 16), (3, None)):
+        monkeypatch.setattr(host_memory, "room", lambda device, pages=pages: Room(total=1 << 40, free=pages * page))
+        if count is None:
+            with pytest.raises(InvalidRequestError, match="less than one page"):
+                init_state(MODEL, num_pages=8, page_size=4, host_kv_gib="auto")
+        else:
+            host = init_state(MODEL, num_pages=8, page_size=4, host_kv_gib="auto").pool.host
+            assert host is not None and host.num_pages == count
+    monkeypatch.setattr(host_memory, "room", lambda device: None)
+    with pytest.raises(InvalidRequestError, match="does not tell how much memory is free"):
+        init_state(MODEL, num_pages=8, page_size=4, host_kv_gib="auto")
 
 
 def test_without_the_option_there_is_nothing():

@@ -29,6 +29,7 @@ def test_every_option_of_the_engine_arrives() -> None:
         ("--tuning off", {"tuning": False}),
         ("--kv-dtype fp8", {"kv_dtype": "fp8"}),
         ("--host-kv-gib 1.5", {"host_kv_gib": 1.5}),
+        ("--host-kv-gib auto", {"host_kv_gib": "auto"}),
         ("--kv-dir kv --kv-dir-gib 2", {"kv_dir": Path("kv"), "kv_dir_gib": 2.0}),
         ("--eager", {"compile": False}),
     ):

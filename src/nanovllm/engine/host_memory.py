@@ -14,6 +14,7 @@ from immutables import Map
 from nanovllm.config import EngineConfig
 from nanovllm.engine.prefill_rate import tokens_per_second
 from nanovllm.errors import InvalidRequestError, OutOfPagesError
+from nanovllm.executor.device_memory import room
 from nanovllm.executor.distributed import agreed, least
 from nanovllm.executor.executor import Executor
 from nanovllm.executor.kv_offload import NUM_STAGES, STAGE_BYTES, HostMemory
@@ -22,6 +23,7 @@ from nanovllm.state.kv_cache import KVState, bytes_by_group, bytes_per_page, sto
 from nanovllm.state.offload import HostPages, Moves, Rates, init_host
 from nanovllm.state.pool import Pool
 
+AUTO, SHARE = "auto", 4  # with "auto", one of `SHARE` bytes of free memory is used
 REPEATS = 3  # of the measured copies, of which the fastest counts: the first one may compile
 PROMPT = {"cuda": 2048, "cpu": 256}  # tokens of the measured prompt
 
@@ -29,22 +31,43 @@ PROMPT = {"cuda": 2048, "cpu": 256}  # tokens of the measured prompt
 def require_host_kv(model: Model, host_kv_gib: Any, limits: EngineConfig) -> int:
     """The number of host pages for an engine; 0 if it uses no host memory. Ranks, which call this at the same time, divide the memory.
 
+    With "auto" it is a quarter of the memory that is free, or less: see `bounded_auto`.
+
     Raises:
         InvalidRequestError: The size is invalid or less than one page.
     """
-    number = isinstance(host_kv_gib, int | float) and not isinstance(host_kv_gib, bool)
-    if not number or not 0 <= host_kv_gib < math.inf:
-        raise InvalidRequestError(f"host_kv_gib={reprlib.repr(host_kv_gib)} must be a number of GiB of at least 0; 0 uses no host memory")
+    gib = _auto_gib() if isinstance(host_kv_gib, str) and host_kv_gib == AUTO else host_kv_gib
+    number = isinstance(gib, int | float) and not isinstance(gib, bool)
+    if not number or not 0 <= gib < math.inf:
+        told = f"host_kv_gib={reprlib.repr(host_kv_gib)} must be a number of GiB of at least 0, or 'auto'; 0 uses no host memory"
+        raise InvalidRequestError(told)
     config = model.config
     page = bytes_per_page(config, page_size=limits.page_size, dtype=stored_dtype(limits, model.dtype))
     page *= 1 if config.mesh is None else config.mesh.size
-    (count,) = least(config.mesh, [int(host_kv_gib * 2**30) // page])
-    if host_kv_gib and not count:
+    (count,) = least(config.mesh, [int(gib * 2**30) // page])
+    if gib and not count:
         few = f"host_kv_gib={host_kv_gib} is less than one page of {page / 2**30:.6f} GiB"
         raise InvalidRequestError(
             f"{few}, on this or another rank: make it larger, or 0" if config.mesh else f"{few}: make it larger, or 0"
         )
     return count
+
+
+def _auto_gib() -> float:
+    """GiB of host memory for "auto".
+
+    Raises:
+        InvalidRequestError: The system does not report its memory.
+    """
+    host = room(torch.device("cpu"))
+    if host is None:
+        raise InvalidRequestError("host_kv_gib='auto': this system does not tell how much memory is free: give a number of GiB")
+    return host.free / SHARE / 2**30
+
+
+def bounded_auto(host_kv_gib: Any, num_host_pages: int, num_pages: int) -> int:
+    """The number of host pages of `require_host_kv` for an engine with so many pages: with "auto" at most twice as many."""
+    return min(num_host_pages, 2 * num_pages) if host_kv_gib == AUTO else num_host_pages
 
 
 def stage_bytes(model: Model, num_host_pages: int) -> int:

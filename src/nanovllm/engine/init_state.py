@@ -11,7 +11,7 @@ import torch
 from nanovllm.config import EngineConfig, Mesh, loaded_for_short
 from nanovllm.engine.disk_tier import add_disk, require_kv_dir
 from nanovllm.engine.donation import model_key, require_model
-from nanovllm.engine.host_memory import add_host_memory, require_host_kv, stage_bytes
+from nanovllm.engine.host_memory import add_host_memory, bounded_auto, require_host_kv, stage_bytes
 from nanovllm.engine.prefill_rate import bounded, require_step_ms
 from nanovllm.errors import InvalidRequestError, OutOfPagesError
 from nanovllm.executor.build_executor import alike, build_executor, checked_choice, compares, first_start, step_bytes_needed, tuned_cuts
@@ -49,7 +49,7 @@ def init_state(
     tuning: bool | str | os.PathLike[str] | None = None,
     progress: bool | None = None,
     kv_dtype: Literal["fp8"] | None = None,
-    host_kv_gib: int | float = 0,
+    host_kv_gib: int | float | Literal["auto"] = 0,
     kv_dir: str | os.PathLike[str] | None = None,
     kv_dir_gib: int | float = 16,
     mesh: Mesh | None = None,
@@ -92,7 +92,7 @@ def init_state(
             Results differ from those of unrounded KV. None: the dtype of the model.
         host_kv_gib: GiB of host memory for KV that would be lost when its pages are needed for other requests. Later requests with the
             same prefix copy it back, where that is faster than running the tokens; the engine measures both at its start. Several ranks
-            divide the memory. 0: none.
+            divide the memory. "auto": a quarter of the host memory that is free, and at most twice the KV of the device. 0: none.
         kv_dir: A folder for KV that outlives the engine; it needs `host_kv_gib`. Evicted KV is written to it, and `flush_kv` writes the
             rest. A later engine of the same model reads it for requests with the same prefix, where that is faster than running the tokens.
             Several processes may share the folder. Models with sliding-window layers cannot have one. None: KV is not kept on disk.
@@ -179,6 +179,7 @@ def init_state(
         needed += stage_bytes(model, num_host_pages)
         (budget,) = least(config.mesh, [device_budget(model, memory_fraction) - needed])
     num_pages, frames = pool_sizes(config, limits, num_pages, num_frames, budget, dtype)
+    num_host_pages = bounded_auto(host_kv_gib, num_host_pages, num_pages)
     limits = replace(limits, num_pages=num_pages, num_frames=frames)
     try:
         kv = init_kv(config, num_pages=num_pages, num_frames=frames, page_size=page_size, dtype=dtype, device=model.device)

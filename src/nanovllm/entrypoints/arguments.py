@@ -1,6 +1,7 @@
 """Command-line arguments that several commands share."""
 
 import argparse
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -82,6 +83,13 @@ def rounding(options: argparse.Namespace) -> dict[str, Any]:
     return {"quantization": options.quantization, "quantize_head": options.quantize_head, "fp8_activations": options.fp8_activations}
 
 
+def gib_or_auto(text: str) -> float | str:
+    """The value of `--host-kv-gib`."""
+    with suppress(ValueError):
+        return text if text == "auto" else float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} must be a number of GiB, or auto")
+
+
 def tuning(text: str) -> Path | bool:
     """The argument `tuning` of `init_state`: False for "off", otherwise a file."""
     return Path(text) if text != "off" else False
@@ -128,8 +136,9 @@ def add_model_options(parser: argparse.ArgumentParser, num_pages: str = POOL) ->
     frames = "pages with KV in sliding-window layers, for models that have such layers (default: enough for all running requests)"
     group.add_argument("--num-frames", type=int, metavar="N", help=frames)
     add_kv_dtype(group)
-    host = "GiB of host memory for KV whose pages are needed for other requests; it comes back where that is faster (default: 0, none)"
-    group.add_argument("--host-kv-gib", type=float, default=0.0, metavar="X", help=host)
+    host = "GiB of host memory for KV whose pages are needed for other requests, which comes back where that is faster; auto: a quarter of "
+    host += "the memory that is free (default: 0, none)"
+    group.add_argument("--host-kv-gib", type=gib_or_auto, default=0.0, metavar="X", help=host)
     kept = "a folder for KV that outlives the engine: later engines read it where that is faster; needs --host-kv-gib (default: none)"
     group.add_argument("--kv-dir", type=Path, metavar="DIR", help=kept)
     group.add_argument(

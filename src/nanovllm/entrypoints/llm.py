@@ -88,7 +88,7 @@ class LLM:
         quantize_head: bool = False,
         fp8_activations: bool = False,
         kv_dtype: Literal["fp8"] | None = None,
-        host_kv_gib: int | float = 0,
+        host_kv_gib: int | float | Literal["auto"] = 0,
         kv_dir: str | os.PathLike[str] | None = None,
         kv_dir_gib: int | float = 16,
         tensor_parallel_size: int = 1,
