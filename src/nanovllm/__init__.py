@@ -17,7 +17,7 @@ from nanovllm.chunks.storage.file import load_chunk, save_chunk
 from nanovllm.chunks.storage.store import ChunkStore
 from nanovllm.config import EngineConfig, Mesh, ModelConfig, RopeConfig
 from nanovllm.engine.constrained import compile_grammar
-from nanovllm.engine.disk_pages import flush_kv
+from nanovllm.engine.disk_flush import flush_kv
 from nanovllm.engine.init_state import init_state
 from nanovllm.engine.requests import cancel, submit
 from nanovllm.engine.step import step

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import nanovllm as nv
-from nanovllm.engine import disk_pages, disk_tier
-from nanovllm.engine.disk_pages import flush_kv, look_ahead
+from nanovllm.engine import disk_flush, disk_tier
+from nanovllm.engine.disk_flush import flush_kv
+from nanovllm.engine.disk_pages import look_ahead
 from nanovllm.engine.init_state import init_state
 from nanovllm.engine.requests import cancel, submit, submit_many
 from nanovllm.engine.step import step
@@ -22,12 +23,15 @@ from nanovllm.entrypoints.llm import LLM
 from nanovllm.errors import InvalidRequestError
 from nanovllm.executor.executor import runtime_of
 from nanovllm.executor.kv_disk import DiskTier
+from nanovllm.executor.page_file import DamagedPageError
+from nanovllm.executor.page_folder import PageFolder
 from nanovllm.executor.workers import Threads
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.disk_pages import read_ahead
 from nanovllm.state.disk_reads import DiskReads
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.invariants import check
+from nanovllm.state.kv_cache import bytes_per_page
 from nanovllm.state.offload import Rates, init_host
 from nanovllm.state.pool import Taken
 from nanovllm.testing.models import random_model, tiny_config
@@ -563,7 +567,7 @@ def test_one_thread_does_the_work_of_those_that_could_not_be_started(monkeypatch
 
 
 def test_a_piece_of_a_flush_looks_at_so_many_pages_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(disk_pages, "LOOKED_AT", 2)
+    monkeypatch.setattr(disk_flush, "LOOKED_AT", 2)
     state = engine(tmp_path)
     for seed in (0, 1):
         state, _ = reply(state, prompt(seed))
@@ -580,3 +584,56 @@ def test_a_piece_of_a_flush_looks_at_so_many_pages_only(tmp_path: Path, monkeypa
         rounds += 1
     runtime_of(state).disk.drain()
     assert rounds == 6 and len(asked) == 12 == len(runtime_of(state).disk.folder)
+
+
+def test_a_refused_offload_leaves_what_is_being_read(tmp_path: Path):
+    filled(tmp_path, 0)
+    page = bytes_per_page(MODEL.config, page_size=4, dtype=MODEL.dtype)
+    state = engine(tmp_path, num_pages=64, host_kv_gib=16 * page / 2**30)
+    tier = late(state)
+    state, big = nv.prefill(MODEL, state, prompt(9, 160))  # 40 pages
+    state, rid = submit(MODEL, state, prompt(0), GREEDY)
+    state, _ = step(MODEL, state)
+    tier.reads.run(2)
+    with pytest.raises(nv.OutOfPagesError, match="needs host memory"):
+        nv.offload(state, big)
+    state, outputs = drain(MODEL, state)
+    assert outputs[rid].num_cached_tokens == 20 and state.stats.read_tokens == 20
+
+
+def test_a_flush_in_pieces_ends_though_a_failed_call_has_lost_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(disk_flush, "LOOKED_AT", 2)
+    state = engine(tmp_path, num_pages=32)
+    for seed in range(4):
+        state, _ = reply(state, prompt(seed))
+    state.runtime.lease.lose(state.prefix.idle_pages()[:3], [])
+    for _ in range(60):
+        if flush_kv(state, max_bytes=1):
+            break
+        runtime_of(state).disk.drain()
+    else:
+        raise AssertionError("the flush does not end")
+    assert len(runtime_of(state).disk.folder) > 12
+
+
+def test_a_request_goes_on_when_others_have_run_what_it_waits_for(tmp_path: Path):
+    filled(tmp_path, 0)
+    state = engine(tmp_path, num_pages=64)
+    tier = late(state)
+    state, waits = submit(MODEL, state, prompt(0), GREEDY)
+    state, _ = step(MODEL, state)
+    assert waits in state.waiting.items and tier.reads.jobs
+    state, _ = nv.prefill(MODEL, state, prompt(0))
+    state, _ = step(MODEL, state)
+    assert waits not in state.waiting.items, "the index has its pages"
+    state, outputs = drain(MODEL, state)
+    assert outputs[waits].num_cached_tokens == 20
+
+
+def test_a_disk_that_corrupts_the_measurement_counts_as_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def damaged(self: PageFolder, num_pages: int, num_threads: int) -> float:
+        raise DamagedPageError("planted")
+
+    monkeypatch.setattr(PageFolder, "measure", damaged)
+    host = engine(tmp_path).pool.host
+    assert host is not None and host.disk is not None and host.disk.bytes_per_second == disk_tier.SLOWEST

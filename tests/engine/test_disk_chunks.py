@@ -9,7 +9,8 @@ import pytest
 
 import nanovllm as nv
 from nanovllm.chunks.offload import relieved
-from nanovllm.engine.disk_pages import flush_kv, look_ahead
+from nanovllm.engine.disk_flush import flush_kv
+from nanovllm.engine.disk_pages import look_ahead
 from nanovllm.executor.executor import runtime_of
 from nanovllm.state import lru
 from nanovllm.state import pages as page_ops

@@ -249,3 +249,8 @@ def test_ranks_keep_their_own_heads_and_plan_alike():
     one, two = run_ranks(run, 2)
     assert one == two, "the ranks differ"
     assert one[:2] == (told, stats)
+
+
+def test_more_frames_than_pages_are_no_pages() -> None:
+    state = init_state(MIXED, num_pages=16, num_frames=40, page_size=4, host_kv_gib=GIB)
+    assert state.pool.host is not None and state.pool.host.rates.bytes_per_second > 0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import nanovllm as nv
-from nanovllm.engine.disk_pages import flush_kv
+from nanovllm.engine.disk_flush import flush_kv
 from nanovllm.executor.executor import runtime_of
 from nanovllm.state.invariants import check
 from nanovllm.state.offload import HostPages, Rates

@@ -175,3 +175,18 @@ def test_a_planted_fault_is_found() -> None:
     """Pages of running replies that are taken for a chunk's make requests fail that only had to wait."""
     with patch.object(admission, "num_freed", lambda *_: 0), pytest.raises(AssertionError):
         test_a_prompt_waits_for_pages_that_a_reply_will_give_back()
+
+
+def test_pages_of_a_request_that_ends_count_for_those_that_share_them() -> None:
+    state = nv.init_state(MODEL, num_pages=4, page_size=SIZE, max_model_len=60)
+    state, both = nv.prefill(MODEL, state, list(range(6)))
+    state, bad = nv.submit(MODEL, state, [both, [7] * 8], greedy(2), priority=-1)  # 4 pages, of which it shares one
+    state, last = nv.submit(MODEL, state, both, greedy(2), priority=1)
+    state = nv.release(state, both)  # the two requests have its pages
+    state, one = nv.prefill(MODEL, state, [1, 2])
+    state, two = nv.prefill(MODEL, state, [3])
+    state, good = nv.submit(MODEL, state, [one, [5] * 3], greedy(3))  # 2 pages, if `last` gives up its own
+    state, outputs = ended(state, 100)
+    assert isinstance(outputs[bad][1].error, nv.OutOfPagesError)
+    assert [outputs[i][1].finish_reason for i in (good, last)] == ["length"] * 2
+    assert nv.release(nv.release(state, one), two).pool.num_available == 4

@@ -67,7 +67,8 @@ def offload(state: EngineState, chunk: Chunk) -> EngineState:
     if chunk.liveness in host.moved:
         return commit_state(state)
     pool = move_out(pools.planning(state.pool), chunk)
-    if pool is None and host.disk is not None and host.disk.reading:
+    room = host.used.num_free + host.ages.count + (0 if host.disk is None else len(host.disk.reading))
+    if pool is None and host.disk is not None and host.disk.reading and len(chunk.pages) <= room:
         state = with_reads_ended(state)
         host = state.pool.host or host
         pool = move_out(pools.planning(state.pool), chunk)

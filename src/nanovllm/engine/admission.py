@@ -11,7 +11,7 @@ import numpy as np
 
 from nanovllm.engine.draft import Draft, id_of, missing_pages, turn_of
 from nanovllm.engine.plan import Plan
-from nanovllm.engine.preemption import make_room, num_freed
+from nanovllm.engine.preemption import make_room, num_freed, strip_waiting
 from nanovllm.engine.prompt_pages import fitting
 from nanovllm.engine.prompt_room import PromptRoom
 from nanovllm.engine.reuse import gone_on, reusable
@@ -112,7 +112,7 @@ def _is_stranded(draft: Draft, first: Sequence) -> bool:
     if missing <= free:
         return False
     missing = min(missing, missing + len(first.pages) - len(reusable(draft, first)[0]))
-    others = [*draft.running, *(s for s in draft.waiting.items.values() if s is not first)]
+    others = [*draft.running, *draft.reading, *draft.stranded, *(s for s in draft.waiting.items.values() if s is not first)]
     return missing > free and missing > free + num_freed(draft, others)
 
 
@@ -168,7 +168,7 @@ def admit(draft: Draft, room: PromptRoom) -> tuple[Sequence, int] | None:
 
     Returns:
         The sequence, and how many of its tokens run in this step. None if the pool has too few pages after all; then the request waits,
-        unless nothing else runs.
+        unless nothing else runs, ends or waits for the disk.
     """
     sequence = draft.waiting.first()
     if sequence is None:
@@ -180,9 +180,10 @@ def admit(draft: Draft, room: PromptRoom) -> tuple[Sequence, int] | None:
     draft.running.insert(at, sequence)
     count = fitting(draft, sequence, room)
     length = sequence.num_filled + count
-    if len(draft.running) == 1:
+    alone, missing = len(draft.running) == 1, missing_pages(sequence, length, draft.config.page_size)
+    if alone and not (draft.stranded or draft.reading):  # which soon give up the pages that they share with others
         return (draft.running[at], count) if make_room(draft, sequence, length) else None
-    if draft.reserve(at, length):
+    if draft.reserve(at, length) or (alone and strip_waiting(draft, missing) and draft.reserve(at, length)):
         if draft.most is not None:
             draft.most += _most_pages(draft.running[at], draft.config.page_size)
         return draft.running[at], count

@@ -4,8 +4,9 @@ Ranks have files of their own, and their reads end at different times. All of th
 when each rank has its part of it, and the time is that of rank 0.
 """
 
-import json
 from collections.abc import Sequence as Seq
+
+import numpy as np
 
 from nanovllm.config import Mesh
 from nanovllm.executor.distributed import gathered, least
@@ -21,7 +22,7 @@ def mesh_of(state: EngineState) -> Mesh | None:
     return None if mesh is None or mesh.size == 1 else mesh
 
 
-def settled(disk: DiskTier, mesh: Mesh | None, ended: Ended) -> tuple[Ended, float]:
+def told_by_all(disk: DiskTier, mesh: Mesh | None, ended: Ended) -> tuple[Ended, float]:
     """The reads of an engine that have ended, and the time. Ranks call this at the same time.
 
     Args:
@@ -33,12 +34,19 @@ def settled(disk: DiskTier, mesh: Mesh | None, ended: Ended) -> tuple[Ended, flo
         Those that have ended on all ranks, in the order of rank 0, with whether all of them are there; and seconds of a monotonic clock.
     """
     now = disk.clock()
-    if mesh is not None:
-        told = [json.loads(one) for one in gathered(mesh, json.dumps([now, ended]).encode())]
-        now, (first, *others) = told[0][0], (dict(one) for _, one in told)
-        ended = [(at, whole and all(one[at] for one in others)) for at, whole in first.items() if all(at in one for one in others)]
-    disk.settle(ended)
-    return ended, now
+    if mesh is None:
+        return ended, now
+    own = np.array([now, *(2 * at + whole for at, whole in ended)])
+    first, *others = (np.frombuffer(told) for told in gathered(mesh, own.tobytes()))
+    pages, whole = np.divmod(first[1:].astype(np.int64), 2)
+    there = np.ones(len(pages), bool)
+    for told in others:
+        found, has = np.divmod(told[1:].astype(np.int64), 2)
+        known = np.full(1 + max(pages.max(initial=-1), found.max(initial=-1)), -1)
+        known[found] = has
+        there &= known[pages] >= 0
+        whole &= known[pages]
+    return [(int(at), bool(has)) for at, has in zip(pages[there], whole[there], strict=True)], float(first[0])
 
 
 def on_all_disks(mesh: Mesh | None, keys: Seq[bytes]) -> Seq[bytes]:

@@ -1,38 +1,30 @@
-"""Pages on disk in the life of a request: looked for while it waits, and read before it runs; and what is written in the end.
+"""Pages on disk in the life of a request: looked for while it waits, and read before it runs.
 
 Reads end at any time, which is a fact from outside, as the time is. It enters the engine's state at the beginning of a step
 (`look_ahead`), and the plan of the step is a function of the state alone. A request whose pages are being read waits, and others go first.
-It waits no longer than running these tokens would take. Then it goes on with the pages that have come, and runs the other tokens. Or it
-runs the front of its prompt meanwhile (`split_reads.py`), and goes on after the pages that were read where it meets them (`meeting.py`).
+It waits no longer than running these tokens, and the prompts that come first, would take. Then it goes on with the pages that have come,
+and runs the other tokens. Or it runs the front of its prompt meanwhile (`split_reads.py`), and goes on after the pages that were read where
+it meets them (`meeting.py`).
 """
 
 from dataclasses import replace
-from typing import TypeVar
+from itertools import islice
 
-import numpy as np
-
-from nanovllm.engine.disk_facts import mesh_of, on_all_disks, settled
-from nanovllm.engine.donation import enter
+from nanovllm.engine.disk_facts import mesh_of, on_all_disks, told_by_all
 from nanovllm.engine.draft import Draft, id_of
-from nanovllm.engine.mirrored import mirrored
-from nanovllm.executor.distributed import least
 from nanovllm.executor.executor import runtime_of
-from nanovllm.executor.kv_disk import DiskTier, Unwritten
+from nanovllm.executor.kv_disk import DiskTier
 from nanovllm.state import disk_pages
 from nanovllm.state import pool as pools
+from nanovllm.state.disk_reads import Wait
 from nanovllm.state.engine_state import EngineState
-from nanovllm.state.offload import HostPages
 from nanovllm.state.pool import Pool, Taken
-from nanovllm.state.prefix_cache import PrefixIndex
-from nanovllm.state.prefix_keys import keys_from, keys_of
+from nanovllm.state.prefix_keys import keys_from
 from nanovllm.state.request import Sequence
 from nanovllm.state.steady import Steady
 
-T = TypeVar("T")
 NEXT = 4  # waiting requests whose pages are read ahead
 LONGEST_WAIT = 0.005  # seconds that a step with nothing else to do waits for a read
-FLUSHED = 16 << 20  # bytes that are copied from the device at once
-LOOKED_AT = 2048  # pages that one piece of a flush looks up, so that a request which comes meanwhile waits for milliseconds
 
 
 def look_ahead(state: EngineState, taken: Taken) -> EngineState:
@@ -49,9 +41,10 @@ def look_ahead(state: EngineState, taken: Taken) -> EngineState:
     ended, waits = disk.ended(host.disk.reading), host.disk.waits
     known = disk.looked_at[0] is state.waiting and disk.looked_at[1] is waits
     fresh = [] if known else [sequence for sequence in _next(state) if id_of(sequence) not in waits]
-    disk.looked_at = state.waiting, waits
     if not (fresh or host.disk.reading):
+        disk.looked_at = state.waiting, waits
         return state  # the same pool, so that decode steps need no schedule
+    disk.looked_at = None, None  # until all have been looked up
     state, mesh = _with(state, disk, ended), mesh_of(state)
     host = state.pool.host
     size, num_before = state.config.page_size, sum(s.todo for s in _prompts(state))
@@ -91,105 +84,29 @@ def set_reading_apart(draft: Draft) -> None:
     host = draft.pool.host
     if host is None or host.disk is None or not host.disk.reading:
         return
-    for request_id in host.disk.waits:
-        if host.disk.holds(request_id) and (sequence := draft.waiting.items.get(request_id)) is not None:
+    for request_id, wait in host.disk.waits.items():
+        sequence = draft.waiting.items.get(request_id) if host.disk.holds(request_id) else None
+        if sequence is not None and not _has_come_otherwise(draft, sequence, wait):
             draft.reading.append(sequence)
             draft.waiting = draft.waiting.pop(request_id)
 
 
-def flush_kv(state: EngineState, *, max_bytes: int | None = None) -> bool:
-    """Write the KV that an engine with `kv_dir` would otherwise lose at its end: that of the prefix index, and that of host memory.
-
-    Does not donate `state`. The option `kv_dir` says where the KV goes. KV that is on disk already is not written again. A server calls
-    this when it is idle and at its end, and `LLM.close` does; a program that makes its own states calls it, on all ranks if it has some.
-
-    Args:
-        state: The newest state of the engine. It stays usable.
-        max_bytes: How many bytes of KV to copy from the device at most; the rest is for later calls. The writes then go on after the call.
-            None: all, and the call waits until they are written.
-
-    Returns:
-        Whether all KV is on disk or is being written. True for an engine without `kv_dir`. What could not be written, because the disk is
-        full for example, counts as written; `nv.memory(state)` tells about it.
-
-    Raises:
-        InvalidRequestError: `state` is not an `EngineState`.
-        DonatedStateError: `state` was donated to a later call.
-
-    Examples:
-        >>> kept = nv.init_state(model, num_pages=64, host_kv_gib=0.01, kv_dir="kv")
-        >>> kept, chunk = nv.prefill(model, kept, "The king of Aistonia is Oswin. The queen is Mira.")
-        >>> nv.flush_kv(kept)
-        True
-        >>> nv.memory(kept).disk.num_pages
-        1
-    """
-    state = enter(state)
-    return runtime_of(state).disk is None or flush_pages(state, max_bytes)[1]
-
-
-@mirrored
-def flush_pages(state: EngineState, max_bytes: int | None) -> tuple[EngineState, bool]:
-    """`flush_kv` on all ranks of an engine with a disk. Returns `state`, and whether all KV of all ranks is on disk or is being written."""
-    flushed = _flushed(enter(state), max_bytes)
-    return state, bool(least(mesh_of(state), [flushed])[0])
-
-
-def _flushed(state: EngineState, max_bytes: int | None) -> bool:
-    """Write KV of this rank. Returns whether all of it is on disk or is being written."""
-    disk, host, index = runtime_of(state).disk, state.pool.host, state.pool.prefix
-    assert disk is not None and host is not None
-    disk.hold(False)
-    if disk.todo.index is not index or max_bytes is None:  # in the end, also what an earlier call could not write
-        disk.todo = Unwritten(index, [*host.key_of], _last_evicted_first(index))
-    todo, page_bytes, to_look_at = disk.todo, host.page_bytes, LOOKED_AT
-    most = len(todo.pages) if max_bytes is None else max(1, max_bytes // page_bytes)
-    while todo and (max_bytes is None or (most > 0 and disk.num_queued * page_bytes < FLUSHED)):
-        if todo.missing:
-            part = _taken(todo.missing, min(most, max(1, FLUSHED // page_bytes)))
-            most -= len(part)
-            disk.keep_images([key for key, _ in part], state.kv, [page for _, page in part])
-            if max_bytes is None:
-                disk.drain()
-        elif max_bytes is not None and to_look_at <= 0:
-            break
-        else:
-            to_look_at -= _look(disk, host, todo)
-    if max_bytes is None:
-        disk.drain()
-    return not todo
-
-
-def _last_evicted_first(index: PrefixIndex) -> list[int]:
-    """The pages of an index; those that are evicted last come first."""
-    pages, idle = np.array(index.pages(), np.int32), np.array(index.idle_pages()[::-1], np.int32)
-    return np.concatenate([pages[~np.isin(pages, idle, kind="table")], idle]).tolist()
-
-
-def _look(disk: DiskTier, host: HostPages, todo: Unwritten) -> int:
-    """See which of the next pages are not on disk. Those in host memory are written from there. Returns how many it has looked at."""
-    if todo.host_pages:
-        part = _taken(todo.host_pages, LOOKED_AT)
-        disk.keep(disk_pages.lasting(host, part))
-        return len(part)
-    part = _taken(todo.pages, LOOKED_AT)
-    keys = keys_of(todo.index, np.array(part, np.int32))
-    todo.missing += [(key, page) for key, page in zip(keys, part, strict=True) if not disk.has(key) and key not in host.by_key]
-    return len(part)
-
-
-def _taken(items: list[T], count: int) -> list[T]:
-    """Take the first items out of a list."""
-    part = items[:count]
-    del items[:count]
-    return part
+def _has_come_otherwise(draft: Draft, sequence: Sequence, wait: Wait) -> bool:
+    """Whether the index has all pages that are still being read for a request: another one has run them meanwhile."""
+    host, tokens, namespace = draft.pool.host, sequence.tokens.array(), sequence.request.namespace
+    assert host is not None and host.disk is not None
+    matched = len(pools.match(draft.pool, tokens, namespace))
+    if matched < len(wait.pages):  # which come after at least as many tokens
+        return False
+    indexed = {*islice(keys_from(tokens, 0, draft.config.page_size, namespace), matched)}
+    return indexed.issuperset(host.disk.reading[at] for at in wait.pages if at in host.disk.reading)
 
 
 def _with(state: EngineState, disk: DiskTier, ended: list[tuple[int, bool]]) -> EngineState:
     """The state at the time of the disk's clock, after some reads have ended."""
     host = state.pool.host
     assert host is not None and host.disk is not None
-    ended, now = settled(disk, mesh_of(state), ended)
+    ended, now = told_by_all(disk, mesh_of(state), ended)
     prompts = {id_of(sequence) for sequence in _prompts(state)}
     alive = {request_id for request_id in host.disk.waits if request_id in prompts or request_id in state.waiting.items}
     host = disk_pages.timed(disk_pages.arrived(host, ended), now, alive)

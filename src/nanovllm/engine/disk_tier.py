@@ -13,6 +13,7 @@ from nanovllm.errors import InvalidRequestError
 from nanovllm.executor.distributed import agreed, least
 from nanovllm.executor.kv_disk import READERS, DiskTier
 from nanovllm.executor.kv_offload import HostMemory
+from nanovllm.executor.page_file import DamagedPageError
 from nanovllm.executor.page_folder import PageFolder
 from nanovllm.files import as_path
 from nanovllm.models.model import Model
@@ -99,6 +100,6 @@ def _read_rate(files: PageFolder, num_ranks: int) -> float:
         room = (files.max_bytes - files.size) // (2 * num_ranks * files.page_bytes)  # so that no page is deleted for it
         rate = files.measure(count, READERS) if (count := min(16, MEASURED // files.page_bytes, room)) > 0 else SLOWEST
         files.note(RATES, rate)
-    except (OSError, RuntimeError):  # the latter if the system gives no threads
+    except (OSError, DamagedPageError, RuntimeError):  # the last one if the system gives no threads
         return SLOWEST
     return rate

@@ -36,7 +36,7 @@ def require_host_kv(model: Model, host_kv_gib: Any, limits: EngineConfig) -> int
     Raises:
         InvalidRequestError: The size is invalid or less than one page.
     """
-    gib = _auto_gib() if isinstance(host_kv_gib, str) and host_kv_gib == AUTO else host_kv_gib
+    gib: Any = _auto_gib() if isinstance(host_kv_gib, str) and host_kv_gib == AUTO else host_kv_gib
     number = isinstance(gib, int | float) and not isinstance(gib, bool)
     if not number or not 0 <= gib < math.inf:
         told = f"host_kv_gib={reprlib.repr(host_kv_gib)} must be a number of GiB of at least 0, or 'auto'; 0 uses no host memory"
@@ -87,7 +87,9 @@ def add_host_memory(
     tokens, kv = tokens_per_second(model, limits, executor, kv, pool, PROMPT[model.device.type])
     sizes = {"page_size": limits.page_size, "dtype": stored_dtype(limits, model.dtype)}
     page, (_, frame) = bytes_per_page(model.config, **sizes), bytes_by_group(model.config, **sizes)
-    most = pool.pages.num_pages if pool.frames is None else pool.frames.num_frames
+    most, frames = pool.pages.num_pages, pool.frames
+    if frames is not None:  # the same numbers address pages and frames
+        most = frames.num_frames if frames.alone else min(most, frames.num_frames)
     count = min(num_host_pages, most, max(1, STAGE_BYTES // page))
     pairs, took = tuple((at, at) for at in range(count)), math.inf
     kv = memory.move(kv, Moves(out=Map(pairs), frames_out=Map(pairs)))

@@ -22,7 +22,7 @@ import torch
 from immutables import Map
 
 from nanovllm.chunks.offload import relieved, with_room_for
-from nanovllm.engine.disk_pages import flush_kv
+from nanovllm.engine.disk_flush import flush_kv
 from nanovllm.engine.failures import as_value
 from nanovllm.engine.prompt import Context
 from nanovllm.engine.requests import cancel, submit_many

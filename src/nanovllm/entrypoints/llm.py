@@ -13,7 +13,7 @@ from immutables import Map
 
 from nanovllm.chunks.offload import relieved, with_room_for
 from nanovllm.chunks.score import Continuation, score
-from nanovllm.engine.disk_pages import flush_kv
+from nanovllm.engine.disk_flush import flush_kv
 from nanovllm.engine.donation import enter
 from nanovllm.engine.failures import request_error
 from nanovllm.engine.init_state import init_state

@@ -88,8 +88,9 @@ def gathered(mesh: Mesh, data: bytes) -> list[bytes]:
     group = lookup(mesh.group, Group)
     lengths = group.all_gather(torch.tensor([len(data)])).flatten().tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
-    return [bytes(row[:length]) for row, length in zip(group.all_gather(padded).tolist(), lengths, strict=True)]
+    if data:
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return [row[:length].numpy().tobytes() for row, length in zip(group.all_gather(padded), lengths, strict=True)]
 
 
 def agreed(mesh: Mesh | None, value: V) -> V:

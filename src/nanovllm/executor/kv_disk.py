@@ -3,7 +3,7 @@
 The engine's thread never waits for the disk, unless it asks to (`wait`, `drain`). Reads and writes are jobs of threads:
 
 - A *read* fills a host page that the engine's state reserves for it. The engine learns at the beginning of a step which reads have ended
-  (`ended`, `settle`). Until then the engine neither copies the page nor gives it to another prefix. Only a call that has failed leaves
+  (`ended`). Until then the engine neither copies the page nor gives it to another prefix. Only a call that has failed leaves
   reads into pages that the state does not reserve. They end before the engine writes one of these pages (`overwriting`).
 - A *write* reads a host page while the engine may want to write it. Each host page has a number that increases before the engine writes
   it (`overwriting`). If the number changed before the file was complete, the file is thrown away.
@@ -71,12 +71,14 @@ class Unwritten:
     """What is left of a prefix index and of host memory to write.
 
     Attributes:
+        version: What the index is that of: the epoch of the state, and the pages that failed calls have lost since.
         index: The prefix index.
         host_pages: Host pages that were not looked at yet.
         pages: Pages of the index that were not looked at yet.
         missing: The (key, page) pairs that are not on disk.
     """
 
+    version: Any = None
     index: Any = None
     host_pages: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
@@ -119,12 +121,11 @@ class DiskTier:
         self._writers = writers or Threads(WRITERS, "kv-disk-write", most_held=memory.num_pages // 2)
         self._changed = threading.Condition()
         self._under_way = dict[int, bytes]()  # by host page the key that is being read into it
-        self._ended = dict[
-            int, tuple[int, bytes, bool]
-        ]()  # by host page: the place of the read among all, its key, whether it has the page
+        self._ended = dict[int, tuple[int, bytes, bool]]()  # by host page: the place of the read among all, its key, whether the page came
         self._versions = np.zeros(memory.num_pages, np.int64)  # of the host pages
         self._queued = dict[bytes, tuple[int, int] | None]()  # keys of pages that wait to be written, each with its host page and number
-        self._num_reads, self._rests_until = 0, -1.0
+        self._num_reads = self._num_ended = self._num_told = 0
+        self._rests_until = -1.0
         for workers in (self._readers, self._writers):
             weakref.finalize(self, workers.close)
 
@@ -149,7 +150,7 @@ class DiskTier:
         self._num_reads += len(pairs)
 
     def ended(self, reading: Mapping[int, bytes]) -> list[tuple[int, bool]]:
-        """The reads that have ended, each with whether its page is there, until `settle` forgets them.
+        """The reads that have ended, each with whether its page is there. It tells of them as long as the state reserves their pages.
 
         Those of a prompt come in the order of its pages. A read that the engine's state does not know, because the call that began it has
         failed, is waited for and dropped.
@@ -162,22 +163,17 @@ class DiskTier:
         if any(reading.get(at) != key for at, key in [*self._under_way.items()]):
             self._readers.drain()
         with self._changed:
+            self._num_told = self._num_ended
             ended = {at: self._ended.get(at) for at in reading if at not in self._under_way}
             for at in [at for at in self._ended if at not in reading]:
                 del self._ended[at]
         found = [(end[0], at, end[2]) if end and end[1] == reading[at] else (-1, at, False) for at, end in ended.items()]
         return [(at, whole) for _, at, whole in sorted(found)]
 
-    def settle(self, ended: Iterable[tuple[int, bool]]) -> None:
-        """Forget reads of which the engine's state knows the end."""
-        with self._changed:
-            for at, _ in ended:
-                self._ended.pop(at, None)
-
     def wait(self, seconds: float) -> None:
-        """Let the engine's thread wait until a read ends, for so long at most."""
+        """Let the engine's thread wait until a read ends of which `ended` has not told yet, for so long at most."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ended or not self._under_way, seconds)
+            self._changed.wait_for(lambda: self._num_ended > self._num_told or not self._under_way, seconds)
 
     def end_reads(self) -> None:
         """Wait until all reads have ended."""
@@ -201,6 +197,7 @@ class DiskTier:
         with self._changed:
             del self._under_way[at]
             self._ended[at] = place, key, whole
+            self._num_ended += 1
             self._changed.notify_all()
 
     # Writes

@@ -7,7 +7,7 @@ from dataclasses import replace
 from nanovllm.chunks.compose import MODES
 from nanovllm.chunks.handles import release
 from nanovllm.chunks.thinking import Retain, check_retain
-from nanovllm.engine.disk_pages import flush_kv
+from nanovllm.engine.disk_flush import flush_kv
 from nanovllm.engine.requests import capacity
 from nanovllm.entrypoints.arguments import add_model_options, add_ranks, add_sampling_options, engine_limits, freeze_if_alone, sampling
 from nanovllm.entrypoints.cli.chat_loop import RETAIN, talk

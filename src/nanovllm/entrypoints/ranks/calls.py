@@ -11,7 +11,7 @@ from nanovllm.chunks.offload import offload
 from nanovllm.chunks.prefill import prefill
 from nanovllm.chunks.score import score
 from nanovllm.chunks.storage.file import gather_rows, load
-from nanovllm.engine.disk_pages import flush_pages
+from nanovllm.engine.disk_flush import flush_pages
 from nanovllm.engine.donation import model_key
 from nanovllm.engine.requests import cancel, submit, submit_many
 from nanovllm.engine.step import step

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.engine.disk_pages import flush_kv
+from nanovllm.engine.disk_flush import flush_kv
 from nanovllm.entrypoints.cli.serve import kv_folder
 from nanovllm.entrypoints.server.app import App
 from nanovllm.entrypoints.server.engine_loop import EngineLoop

@@ -20,7 +20,7 @@ import numpy as np
 from nanovllm.chunks.handles import release
 from nanovllm.chunks.offload import relieved
 from nanovllm.engine.constrained import compile_grammar
-from nanovllm.engine.disk_pages import flush_kv
+from nanovllm.engine.disk_flush import flush_kv
 from nanovllm.engine.failures import as_value
 from nanovllm.engine.requests import cancel, capacity, submit_many
 from nanovllm.engine.step import step

@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from nanovllm.engine.disk_pages import flush_kv
+from nanovllm.engine.disk_flush import flush_kv
 from nanovllm.entrypoints.async_llm import STEP_MS
 from nanovllm.entrypoints.llm import LLM
 from nanovllm.entrypoints.process import freeze

@@ -1,0 +1,136 @@
+"""`flush_kv`: KV goes to the disk that an engine would otherwise lose at its end. An idle engine does so in pieces."""
+
+from typing import TypeVar
+
+import numpy as np
+
+from nanovllm.config import Mesh
+from nanovllm.engine.disk_facts import mesh_of
+from nanovllm.engine.donation import enter
+from nanovllm.engine.mirrored import calling_mesh, mirrored
+from nanovllm.executor.distributed import least
+from nanovllm.executor.executor import runtime_of
+from nanovllm.executor.kv_disk import DiskTier, Unwritten
+from nanovllm.state import disk_pages
+from nanovllm.state.engine_state import EngineState
+from nanovllm.state.offload import HostPages
+from nanovllm.state.prefix_cache import PrefixIndex
+from nanovllm.state.prefix_keys import keys_of
+
+T = TypeVar("T")
+FLUSHED = 16 << 20  # bytes that are copied from the device at once
+TOGETHER = 256 << 20  # bytes after which ranks that write all their KV wait for each other
+LOOKED_AT = 2048  # pages that one piece of a flush looks up, so that a request which comes meanwhile waits for milliseconds
+
+
+def flush_kv(state: EngineState, *, max_bytes: int | None = None) -> bool:
+    """Write the KV that an engine with `kv_dir` would otherwise lose at its end: that of the prefix index, and that of host memory.
+
+    Does not donate `state`. The option `kv_dir` says where the KV goes. KV that is on disk already is not written again. A server calls
+    this when it is idle and at its end, and `LLM.close` does; a program that makes its own states calls it. Where each rank runs such a
+    program, as with torchrun, a call writes and tells about the KV of its own rank.
+
+    Args:
+        state: The newest state of the engine. It stays usable.
+        max_bytes: How many bytes of KV to copy from the device at most; the rest is for later calls. The writes then go on after the call.
+            None: all, and the call waits until they are written.
+
+    Returns:
+        Whether all KV is on disk or is being written. True for an engine without `kv_dir`. What could not be written, because the disk is
+        full for example, counts as written; `nv.memory(state)` tells about it.
+
+    Raises:
+        InvalidRequestError: `state` is not an `EngineState`.
+        DonatedStateError: `state` was donated to a later call.
+
+    Examples:
+        >>> kept = nv.init_state(model, num_pages=64, host_kv_gib=0.01, kv_dir="kv")
+        >>> kept, chunk = nv.prefill(model, kept, "The king of Aistonia is Oswin. The queen is Mira.")
+        >>> nv.flush_kv(kept)
+        True
+        >>> nv.memory(kept).disk.num_pages
+        1
+    """
+    state = enter(state)
+    if runtime_of(state).disk is None:
+        return True
+    if max_bytes is not None or _meeting(state) is None:
+        return flush_pages(state, max_bytes)[1]
+    done = flush_pages(state, TOGETHER, begins=True)[1]
+    while not done:
+        done = flush_pages(state, TOGETHER, begins=False)[1]
+    return True
+
+
+@mirrored
+def flush_pages(state: EngineState, max_bytes: int | None, begins: bool | None = None) -> tuple[EngineState, bool]:
+    """`flush_kv` on all ranks of an engine with a disk.
+
+    Args:
+        state: The newest state of the engine.
+        max_bytes: How many bytes of KV to copy from the device at most. None: all.
+        begins: None: the writes go on after the call if `max_bytes` is given. Otherwise it waits for them; and with True it begins with
+            all KV, also with what an earlier call could not write.
+
+    Returns:
+        `state`, and whether all KV of all ranks is on disk or is being written.
+    """
+    flushed = _flushed(enter(state), max_bytes, begins)
+    return state, bool(least(_meeting(state), [flushed])[0])
+
+
+def _meeting(state: EngineState) -> Mesh | None:
+    """The ranks that make a call at the same time because they repeat the calls of one program. None if there are none."""
+    return mesh_of(state) if calling_mesh(state) is None else None
+
+
+def _flushed(state: EngineState, max_bytes: int | None, begins: bool | None) -> bool:
+    """Write KV of this rank. Returns whether all of it is on disk or is being written."""
+    disk, host, lease = runtime_of(state).disk, state.pool.host, state.runtime.lease
+    assert disk is not None and host is not None
+    disk.hold(False)
+    version = state.epoch, lease.lost  # while a failed call has lost pages, every call makes the index anew
+    if disk.todo.version != version or max_bytes is None or begins:
+        index = state.pool.prefix
+        disk.todo = Unwritten(version, index, [*host.key_of], _last_evicted_first(index))
+    todo, page_bytes, to_look_at, waits = disk.todo, host.page_bytes, LOOKED_AT, max_bytes is None or begins is not None
+    most = len(todo.pages) if max_bytes is None else max(1, max_bytes // page_bytes)
+    while todo and (max_bytes is None or (most > 0 and disk.num_queued * page_bytes < FLUSHED)):
+        if todo.missing:
+            part = _taken(todo.missing, min(most, max(1, FLUSHED // page_bytes)))
+            most -= len(part)
+            disk.keep_images([key for key, _ in part], state.kv, [page for _, page in part])
+            if waits:
+                disk.drain()
+        elif not waits and to_look_at <= 0:
+            break
+        else:
+            to_look_at -= _look(disk, host, todo)
+    if waits:
+        disk.drain()
+    return not todo
+
+
+def _last_evicted_first(index: PrefixIndex) -> list[int]:
+    """The pages of an index; those that are evicted last come first."""
+    pages, idle = np.array(index.pages(), np.int32), np.array(index.idle_pages()[::-1], np.int32)
+    return np.concatenate([pages[~np.isin(pages, idle, kind="table")], idle]).tolist()
+
+
+def _look(disk: DiskTier, host: HostPages, todo: Unwritten) -> int:
+    """See which of the next pages are not on disk. Those in host memory are written from there. Returns how many it has looked at."""
+    if todo.host_pages:
+        part = _taken(todo.host_pages, LOOKED_AT)
+        disk.keep(disk_pages.lasting(host, part))
+        return len(part)
+    part = _taken(todo.pages, LOOKED_AT)
+    keys = keys_of(todo.index, np.array(part, np.int32))
+    todo.missing += [(key, page) for key, page in zip(keys, part, strict=True) if not disk.has(key) and key not in host.by_key]
+    return len(part)
+
+
+def _taken(items: list[T], count: int) -> list[T]:
+    """Take the first items out of a list."""
+    part = items[:count]
+    del items[:count]
+    return part
