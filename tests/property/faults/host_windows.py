@@ -75,6 +75,12 @@ def _moves_a_chunk_over_bare_pages(move_out):
     return faulty
 
 
+class FailedSteps(HostWindowMachine):
+    """`HostWindowMachine` in which many steps fail that take frames from pages on the device."""
+
+    abandon = begin = begin_from = commit = decode = detach = fork = generate = generate_from = misuse = prefill_after = None
+
+
 def _fault(name, faulty, target, machine=HostWindowMachine, draw=0):
     return Fault(name=f"host windows: {name}", machine=machine, targets=(target,), faulty=faulty, draw=draw)
 
@@ -85,7 +91,7 @@ HOST_WINDOW_FAULTS: tuple[Fault, ...] = (
     _fault("frames copied to each other's places", _copies_frames_to_each_others_places, (offload, "load")),
     _fault("a page's number taken for its frame", _takes_the_number_of_a_page_for_its_frame, (pools, "addresses")),
     _fault("a page on the device gets a frame without KV", _leaves_new_frames_as_they_are, (host_loads, "copied")),
-    _fault("new frames are trusted after a failed step", _does_not_note_new_frames, (Taken, "note")),
+    _fault("new frames are trusted after a failed step", _does_not_note_new_frames, (Taken, "note"), FailedSteps),
     _fault("pages without KV are kept", _keeps_pages_without_kv, (pools, "_kept"), HostFrameMachine),
     _fault("a chunk moves over pages without frames", _moves_a_chunk_over_bare_pages, (offload_module, "move_out")),
 )
