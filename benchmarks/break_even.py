@@ -12,12 +12,15 @@ import argparse
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
+from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES
 from nanovllm.state.disk_pages import READ_LATENCY
+from nanovllm.state.kv_cache import bytes_per_page
 from nanovllm.state.offload import LATENCY
 from nanovllm.state.split_reads import Paces, pages_to_load
 
@@ -26,52 +29,42 @@ TOKENS, PAGE, GB = 16384, 16, 1e9
 HOST, DISKS = 48.6, (3.0, 7.0, 14.0)  # GB/s: copies from pinned memory as measured on an H200; NVMe of three generations
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """The sizes of a dense model in bfloat16, and the file of the run that recorded its prompt; None: none was."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    file: str | None = None
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of KV for each token."""
-        return self.layers * 2 * self.kv_heads * self.head_dim * 2
-
-    @property
-    def flops(self) -> float:
-        """Operations for each token of a prompt of `TOKENS` tokens: products with the weights, and causal attention."""
-        matrices = self.hidden * (2 * self.heads * self.head_dim + 2 * self.kv_heads * self.head_dim + 3 * self.ffn)
-        return self.layers * (2.0 * matrices + 2.0 * TOKENS * self.heads * self.head_dim)
-
-
-MODELS: Mapping[str, Shape] = MappingProxyType(
+# by the name of a shape of `nanovllm bench`: the model, and the file of the run that recorded its prompt; None: none was
+MODELS: Mapping[str, tuple[str, str | None]] = MappingProxyType(
     {
-        "Qwen3-0.6B": Shape(layers=28, hidden=1024, heads=16, kv_heads=8, head_dim=128, ffn=3072, file="h200-bench.json"),
-        "Qwen3-8B": Shape(layers=36, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=12288, file="h200-8b.json"),
-        "Qwen3-32B": Shape(layers=64, hidden=5120, heads=64, kv_heads=8, head_dim=128, ffn=25600),
-        "Llama-3.3-70B": Shape(layers=80, hidden=8192, heads=64, kv_heads=8, head_dim=128, ffn=28672),
+        "qwen3-0.6b": ("Qwen3-0.6B", "h200-bench.json"),
+        "qwen3-8b": ("Qwen3-8B", "h200-8b.json"),
+        "qwen3-32b": ("Qwen3-32B", None),
+        "llama-3.3-70b": ("Llama-3.3-70B", None),
     }
 )
-SOURCE = "Qwen3-8B"  # of which the others reach the share
+SOURCE = "qwen3-8b"  # of which the others reach the share
 
 
-def tokens_per_second(name: str) -> float:
+def kv_bytes(shape: str) -> int:
+    """Bytes of KV for each token, in bfloat16."""
+    return bytes_per_page(SHAPES[shape], page_size=1, dtype=torch.bfloat16)
+
+
+def flops(shape: str) -> float:
+    """Operations for each token of a prompt of `TOKENS` tokens: products with the weights, and causal attention."""
+    config = SHAPES[shape]
+    heads = 2 * config.num_heads * config.head_dim + 2 * config.num_kv_heads * config.head_dim
+    matrices = config.hidden_size * (heads + 3 * config.intermediate_size)
+    return config.num_layers * (2.0 * matrices + 2.0 * TOKENS * config.num_heads * config.head_dim)
+
+
+def tokens_per_second(shape: str) -> float:
     """Prompt tokens per second on an H200."""
-    shape = MODELS[name]
-    if shape.file is None:
-        return tokens_per_second(SOURCE) * MODELS[SOURCE].flops / shape.flops
-    return 1e3 * TOKENS / json.loads((RESULTS / shape.file).read_text())["ttft_16k_cold_ms"]
+    _, file = MODELS[shape]
+    if file is None:
+        return tokens_per_second(SOURCE) * flops(SOURCE) / flops(shape)
+    return 1e3 * TOKENS / json.loads((RESULTS / file).read_text())["ttft_16k_cold_ms"]
 
 
-def from_disk(shape: Shape, rate: float, disk: float) -> dict[str, Any]:
+def from_disk(shape: str, rate: float, disk: float) -> dict[str, Any]:
     """How a prompt is filled from a disk of so many GB/s."""
-    page = PAGE * shape.kv_bytes
+    page = PAGE * kv_bytes(shape)
     paces = Paces(run=PAGE / rate, read=page / (disk * GB), copy=page / (HOST * GB), before_read=READ_LATENCY)
     count = TOKENS // PAGE
     start, stop = pages_to_load(paces, [True] * count, count)
@@ -88,18 +81,18 @@ def from_disk(shape: Shape, rate: float, disk: float) -> dict[str, Any]:
 def derived() -> dict[str, Any]:
     """All figures."""
     rows = []
-    for name, shape in MODELS.items():
-        rate = tokens_per_second(name)
-        saved = 1 / rate - shape.kv_bytes / (HOST * GB)  # seconds that each token saves out of host memory
+    for shape, (name, file) in MODELS.items():
+        rate, size = tokens_per_second(shape), kv_bytes(shape)
+        saved = 1 / rate - size / (HOST * GB)  # seconds that each token saves out of host memory
         rows.append(
             {
                 "model": name,
-                "kv_bytes": shape.kv_bytes,
-                "measured": shape.file is not None,
+                "kv_bytes": size,
+                "measured": file is not None,
                 "tok_s": round(rate),
-                "break_even_gb_s": round(shape.kv_bytes * rate / GB, 1),
+                "break_even_gb_s": round(size * rate / GB, 1),
                 "run_ms": round(1e3 * TOKENS / rate, 1),
-                "host_ms": round(1e3 * (LATENCY + TOKENS * shape.kv_bytes / (HOST * GB)), 1),
+                "host_ms": round(1e3 * (LATENCY + TOKENS * size / (HOST * GB)), 1),
                 "host_from_tokens": None if saved <= 0 else math.ceil(LATENCY / saved / PAGE) * PAGE,
                 "disks": [from_disk(shape, rate, disk) for disk in DISKS],
             }

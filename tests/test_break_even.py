@@ -13,12 +13,12 @@ def test_the_file_is_new() -> None:
 
 
 def test_the_bytes_and_rates_are_those_of_the_models() -> None:
-    assert [shape.kv_bytes / 1024 for shape in MODELS.values()] == [112, 144, 256, 320]
-    assert break_even.tokens_per_second("Qwen3-8B") == pytest.approx(16384 / 0.46454)
-    shape = MODELS["Qwen3-32B"]
+    assert [break_even.kv_bytes(shape) / 1024 for shape in MODELS] == [112, 144, 256, 320]
+    assert break_even.tokens_per_second("qwen3-8b") == pytest.approx(16384 / 0.46454)
+    flops = break_even.flops("qwen3-32b")
     weights = 64 * (2 * 5120 * 64 * 128 + 2 * 5120 * 8 * 128 + 3 * 5120 * 25600)
-    assert weights == pytest.approx(31.2e9, rel=0.01) and shape.flops == pytest.approx(2 * weights + 64 * 2 * 16384 * 64 * 128)
-    assert break_even.tokens_per_second("Qwen3-32B") * shape.flops < 894e12, "no card does more"
+    assert weights == pytest.approx(31.2e9, rel=0.01) and flops == pytest.approx(2 * weights + 64 * 2 * 16384 * 64 * 128)
+    assert break_even.tokens_per_second("qwen3-32b") * flops < 894e12, "no card does more"
 
 
 def test_one_split_by_hand() -> None:
