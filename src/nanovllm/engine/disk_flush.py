@@ -19,7 +19,7 @@ from nanovllm.state.prefix_keys import keys_of
 
 T = TypeVar("T")
 FLUSHED = 16 << 20  # bytes that are copied from the device at once
-TOGETHER = 256 << 20  # bytes after which ranks that write all their KV wait for each other
+TOGETHER = 256 << 20  # bytes after which ranks that write all their KV wait for each other, so that no wait is long
 LOOKED_AT = 2048  # pages that one piece of a flush looks up, so that a request which comes meanwhile waits for milliseconds
 
 
@@ -54,7 +54,7 @@ def flush_kv(state: EngineState, *, max_bytes: int | None = None) -> bool:
     state = enter(state)
     if runtime_of(state).disk is None:
         return True
-    if max_bytes is not None or _meeting(state) is None:
+    if max_bytes is not None:
         return flush_pages(state, max_bytes)[1]
     done = flush_pages(state, TOGETHER, begins=True)[1]
     while not done:
@@ -63,14 +63,14 @@ def flush_kv(state: EngineState, *, max_bytes: int | None = None) -> bool:
 
 
 @mirrored
-def flush_pages(state: EngineState, max_bytes: int | None, begins: bool | None = None) -> tuple[EngineState, bool]:
+def flush_pages(state: EngineState, max_bytes: int, begins: bool | None = None) -> tuple[EngineState, bool]:
     """`flush_kv` on all ranks of an engine with a disk.
 
     Args:
         state: The newest state of the engine.
-        max_bytes: How many bytes of KV to copy from the device at most. None: all.
-        begins: None: the writes go on after the call if `max_bytes` is given. Otherwise it waits for them; and with True it begins with
-            all KV, also with what an earlier call could not write.
+        max_bytes: How many bytes of KV to copy from the device at most.
+        begins: None: the writes go on after the call. Otherwise it waits for them; and with True it begins with all KV, also with what an
+            earlier call could not write.
 
     Returns:
         `state`, and whether all KV of all ranks is on disk or is being written.
@@ -84,30 +84,28 @@ def _meeting(state: EngineState) -> Mesh | None:
     return mesh_of(state) if calling_mesh(state) is None else None
 
 
-def _flushed(state: EngineState, max_bytes: int | None, begins: bool | None) -> bool:
+def _flushed(state: EngineState, max_bytes: int, begins: bool | None) -> bool:
     """Write KV of this rank. Returns whether all of it is on disk or is being written."""
     disk, host, lease = runtime_of(state).disk, state.pool.host, state.runtime.lease
     assert disk is not None and host is not None
     disk.hold(False)
     version = state.epoch, lease.lost  # while a failed call has lost pages, every call makes the index anew
-    if disk.todo.version != version or max_bytes is None or begins:
+    if disk.todo.version != version or begins:
         index = state.pool.prefix
         disk.todo = Unwritten(version, index, [*host.key_of], _last_evicted_first(index))
-    todo, page_bytes, to_look_at, waits = disk.todo, host.page_bytes, LOOKED_AT, max_bytes is None or begins is not None
-    most = len(todo.pages) if max_bytes is None else max(1, max_bytes // page_bytes)
-    while todo and (max_bytes is None or (most > 0 and disk.num_queued * page_bytes < FLUSHED)):
+    todo, page_bytes, to_look_at, waits = disk.todo, host.page_bytes, LOOKED_AT, begins is not None
+    most = max(1, max_bytes // page_bytes)
+    while todo and most > 0 and disk.num_queued * page_bytes < FLUSHED:
         if todo.missing:
             part = _taken(todo.missing, min(most, max(1, FLUSHED // page_bytes)))
             most -= len(part)
             disk.keep_images([key for key, _ in part], state.kv, [page for _, page in part])
-            if waits:
-                disk.drain()
         elif not waits and to_look_at <= 0:
             break
         else:
             to_look_at -= _look(disk, host, todo)
-    if waits:
-        disk.drain()
+        if waits:
+            disk.drain()
     return not todo
 
 
