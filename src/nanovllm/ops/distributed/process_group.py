@@ -74,11 +74,10 @@ class ProcessGroup:
                 from nanovllm.ops.distributed.triton_meetings import reduce
 
                 return reduce(x.contiguous(), None, self._shared, 0, GATHERED, dependent_launch(self.device))
-            if self._shared is not None and self._fits(x, STAGE) and x.dtype != torch.float16:
-                stage = self._shared.memory[: x.nbytes].view(x.dtype)
-                stage.copy_(x.reshape(-1))
-                torch.ops.symm_mem.two_shot_all_reduce_(stage, "sum", self._group.group_name)
-                return stage.clone().view(x.shape)
+            if self._shared is not None and self._fits(x, STAGE):
+                from nanovllm.ops.distributed.triton_meetings import reduce_in_shares
+
+                return reduce_in_shares(x.contiguous(), self._shared, 0, GATHERED, dependent_launch(self.device))
             out = x.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(out, group=self._group)
             return out

@@ -19,6 +19,7 @@ from nanovllm.types import Tensor
 
 BLOCK = 1024  # elements of a program that sums
 COLUMNS = 4096  # columns of a program that gathers
+SHARED = 4096  # elements of a program whose ranks share the summing
 SPINS = tl.constexpr(200_000_000)  # tries before a wait fails: some minutes
 # Tries between two looks at whether the host has given up: some 10 ms. The looks of all programs go over PCIe one after another, half a
 # microsecond each. If a rank that is late by less than that made the others look, they would be late for the next launch, and so on.
@@ -101,6 +102,35 @@ def _reduce(y, x, out, table, failed, n, rank, data, flags, SIZE: tl.constexpr, 
 
 
 @triton.jit
+def _share_sum(
+    y, out, table, failed, n, rank, data, flags, SIZE: tl.constexpr, BLOCK: tl.constexpr, EACH: tl.constexpr, PADDED: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Each rank sums EACH elements of a block, and stores the sums into the memory of all ranks."""
+    if PDL:
+        gdc_launch_dependents()
+    program = tl.program_id(0)
+    begin = program.to(tl.int64) * BLOCK
+    at = begin + tl.arange(0, BLOCK)
+    here = at < n
+    kind: tl.constexpr = y.dtype.element_ty
+    own = tl.load(table + rank)
+    if PDL:
+        gdc_wait()
+    mine = tl.multiple_of((own + data).to(tl.pointer_type(kind)), 16)  # pyright: ignore[reportArgumentType]
+    tl.store(mine + at, tl.load(y + at, mask=here), mask=here)  # pyright: ignore[reportArgumentType]
+    _meet(table, own, flags, program, rank, failed, SIZE)
+    part = rank * EACH + tl.arange(0, PADDED)
+    shared = begin + part
+    there = (tl.arange(0, PADDED) < EACH) & (part < BLOCK) & (shared < n)
+    total = _sum(table, data, shared, there, kind, SIZE, PADDED).to(kind)
+    for peer in tl.static_range(SIZE):
+        tl.store((tl.load(table + peer) + data).to(tl.pointer_type(kind)) + shared, total, mask=there)
+    _meet(table, own, flags, program, rank, failed, SIZE)
+    tl.store(out + at, tl.load(mine + at, mask=here, cache_modifier=".cg"), mask=here)
+
+
+@triton.jit
 def _reduce_norm(
     parts, bias, x, gain, out, normed, table, failed, rows, width, eps, rank, data, flags,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, BIASED: tl.constexpr, PDL: tl.constexpr,
@@ -160,6 +190,19 @@ def reduce(y: Tensor, x: Tensor | None, shared: Shared, data: int, flags: int, p
     how: dict[str, Any] = {"SIZE": shared.size, "BLOCK": BLOCK, "ADDS": x is not None, "PDL": pdl, **launch_options(4, pdl)}
     with torch.cuda.device_of(y):
         cast(Any, _reduce)[(triton.cdiv(count, BLOCK),)](y, y if x is None else x, out, *place, **how)
+    return out
+
+
+def reduce_in_shares(y: Tensor, shared: Shared, data: int, flags: int, pdl: bool) -> Tensor:
+    """The sum of the ranks' tensors. Each rank sums a share of every block, so less crosses between the GPUs than with `reduce`.
+
+    Arguments and result are those of `reduce` without a residual.
+    """
+    out, count, each = torch.empty_like(y, memory_format=torch.contiguous_format), y.numel(), triton.cdiv(SHARED, shared.size)
+    place = shared.table, shared.failed, count, shared.rank, data, flags
+    how: dict[str, Any] = {"SIZE": shared.size, "BLOCK": SHARED, "EACH": each, "PADDED": triton.next_power_of_2(each), "PDL": pdl}
+    with torch.cuda.device_of(y):
+        cast(Any, _share_sum)[(triton.cdiv(count, SHARED),)](y, out, *place, **how, **launch_options(8, pdl))
     return out
 
 
