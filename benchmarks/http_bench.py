@@ -46,6 +46,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 def shape_folder(name: str, folder: Path) -> Path:
     """A checkpoint folder of random weights at the sizes of a shape. They are made on the CPU: the server needs the device alone."""
     model = random_weights(name, device="cpu", dtype="bfloat16")
+    folder.mkdir(parents=True, exist_ok=True)
     save_params(model.params, model.config, folder, model.dtype)
     config: ModelConfig = SHAPES[name]
     (folder / "config.json").write_text(json.dumps(REGISTRY[config.architecture].config_to_hf(config)))
