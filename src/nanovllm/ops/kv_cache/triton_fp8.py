@@ -19,22 +19,18 @@ from nanovllm.types import Tensor
 SCALE_BYTES = tl.constexpr(fp8.SCALE_BYTES)
 LARGEST, PER_LARGEST = tl.constexpr(fp8.LARGEST), tl.constexpr(fp8.PER_LARGEST)
 LEAST, MOST = tl.constexpr(fp8.LEAST), tl.constexpr(fp8.MOST)
+# A register has two pairs of codes. The lower codes of both become neighbours, and so do the upper ones. The GPU converts neighbours at
+# once (compute capability 8.9 or more).
+CODES = tl.constexpr("""{
+    .reg .b32 apart;
+    .reg .b16 lower, upper;
+    prmt.b32 apart, $2, 0, 0x3120;
+    mov.b32 {lower, upper}, apart;
+    cvt.rn.f16x2.e4m3x2 $0, lower;
+    cvt.rn.f16x2.e4m3x2 $1, upper;
+}""")
 # The exponent of e4m3 has 4 bits, and that of float16 has 5, with a bias larger by 8. So a code in the bits of float16 is the code / 256.
 PER_CODE = tl.constexpr(256.0)
-# A register has two pairs of codes. The sign of the lower code of a pair moves up by 8 bits, its exponent and mantissa by 7.
-LOWER_CODES = tl.constexpr("""{
-    .reg .b32 a, b;
-    shl.b32 a, $1, 8;
-    shl.b32 b, $1, 7;
-    and.b32 a, a, 0x80008000;
-    lop3.b32 $0, b, 0x3F803F80, a, 0xEA;
-}""")
-UPPER_CODES = tl.constexpr("""{
-    .reg .b32 a, b;
-    shr.b32 a, $1, 1;
-    and.b32 b, $1, 0x80008000;
-    lop3.b32 $0, a, 0x3F803F80, b, 0xEA;
-}""")
 
 
 def on_gpu(x: Tensor) -> bool:
@@ -101,7 +97,7 @@ def narrow_queries(q, M: tl.constexpr, D: tl.constexpr):
     wide = q.to(tl.float32)
     top = tl.maximum(tl.max(tl.abs(wide), 1), LEAST)
     even, odd = parted((wide / top[:, None]).to(tl.float16), M, D)
-    return even, odd, top * PER_CODE
+    return even, odd, top
 
 
 @triton.jit
@@ -112,17 +108,18 @@ def as_pairs(pages):
 
 @triton.jit
 def codes_of(pairs, ASM: tl.constexpr):
-    """Return the lower and the upper codes of pairs, divided by `PER_CODE`, in float16. It has all of them exactly.
+    """Return the lower and the upper codes of pairs in float16, which has all of them exactly.
 
     `ASM` selects PTX; without it the same numbers are computed by plain operations, which Triton's interpreter can run.
     """
     if ASM:
-        lower = tl.inline_asm_elementwise(LOWER_CODES, "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2)
-        upper = tl.inline_asm_elementwise(UPPER_CODES, "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2)
+        lower, upper = tl.inline_asm_elementwise(
+            CODES, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )  # fmt: skip
     else:
-        lower = (((pairs & 0x80) << 8) | ((pairs & 0x7F) << 7)).to(tl.uint16).to(tl.float16, bitcast=True)
-        upper = ((pairs & 0x8000) | ((pairs & 0x7F00) >> 1)).to(tl.uint16).to(tl.float16, bitcast=True)
-    return lower, upper
+        lower = (((pairs & 0x80) << 8) | ((pairs & 0x7F) << 7)).to(tl.uint16).to(tl.float16, bitcast=True) * PER_CODE
+        upper = ((pairs & 0x8000) | ((pairs & 0x7F00) >> 1)).to(tl.uint16).to(tl.float16, bitcast=True) * PER_CODE
+    return lower.to(tl.float16), upper.to(tl.float16)
 
 
 @triton.jit
@@ -141,5 +138,4 @@ def mixed_with_pairs(even, odd, weights, values, value_scales, ASM: tl.constexpr
     top = tl.maximum(tl.max(value_scales, 0), LEAST)
     narrow = (weights * (value_scales / top)[None, :]).to(tl.float16)
     lower, upper = codes_of(values, ASM)
-    factor = top * PER_CODE
-    return even + tl.dot(narrow, lower) * factor, odd + tl.dot(narrow, upper) * factor
+    return even + tl.dot(narrow, lower) * top, odd + tl.dot(narrow, upper) * top
