@@ -16,6 +16,9 @@ import torch.distributed as dist
 import nanovllm as nv
 from nanovllm.config import Mesh
 from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES, random_model
+from nanovllm.executor.executor import executor_of
+from nanovllm.executor.graph_executor import GraphExecutor
+from nanovllm.executor.prompt_halves import least_tokens
 from nanovllm.loading.quantisation.rounding import require_rounding, rounded_params
 from nanovllm.ops.distributed.collectives import all_gather, all_gather_columns, all_reduce, all_reduce_add, all_reduce_add_norm
 from nanovllm.ops.distributed.group import summed
@@ -26,6 +29,13 @@ from nanovllm.ops.sampling.draw import draw, highest
 from nanovllm.ops.sampling.draw_parts import Parts, draw_parts
 
 SIZES = (8, 1024, 4096, 5120, 64 * 4096, 65 * 4096, 300 * 4096, 1100 * 4096)
+HALVES = (
+    (None, None, "qwen3-8b"),
+    (None, "fp8", "qwen3-8b"),
+    ("fp8", None, "qwen3-8b"),
+    ("int4", None, "qwen3-8b"),
+    (None, None, "qwen3-30b-a3b"),
+)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -207,6 +217,44 @@ def check_model(mesh: Mesh, device: torch.device, kind: str | None, compile: boo
     return {"tokens_alike": same, "of": 24 * (1 + 6 + 24 + 1 + 6 + 6), "logprob_error": round(error, 4)}
 
 
+def check_halves(mesh: Mesh, device: torch.device, kind: str | None, kv_dtype: str | None, shape: str) -> dict[str, Any]:
+    """Log-probabilities of prompts that run as two halves beside those of prompts that run whole, and the same bits twice and on all ranks.
+
+    The prompts are one, one that goes on from a shared prefix, and several of which one is cut.
+    """
+    config = replace(SHAPES[shape], num_layers=4 if SHAPES[shape].moe is None else 2, max_position_embeddings=16384)
+    model = random_model("halves", config, device=device, dtype="bfloat16", mesh=mesh)
+    if (rounding := require_rounding(kind, False)) is not None:
+        model = replace(model, params=rounded_params(model.params, rounding))
+    lengths, greedy = ((9000,), (12000,), (1500, 3100, 2900, 40)), nv.SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+    def run(least: int | None) -> tuple[torch.Tensor, list[Any], int]:
+        llm = nv.LLM(model, num_pages=2048, max_num_seqs=16, check=False, kv_dtype=kv_dtype)
+        executor, ran, found, replies = executor_of(llm.state), [0], list[torch.Tensor](), list[Any]()
+        assert isinstance(executor, GraphExecutor) and executor.halves_from == least_tokens(model)
+        inner, executor.halves_from = executor._in_halves, least
+
+        def counted(*args: Any) -> Any:
+            ran[0] += 1
+            return inner(*args)
+
+        executor._in_halves = counted  # pyright: ignore[reportAttributeAccessIssue]
+        for each in lengths:
+            prompts: list[Any] = [[(11 * row + 7 * at) % 9000 + 300 for at in range(length)] for row, length in enumerate(each)]
+            found += [torch.as_tensor(score.logprobs) for score in llm.score(prompts, [[5, 6, 7, 8]] * len(prompts))]
+            replies += [reply.token_ids for reply in llm.generate([[17, *prompt] for prompt in prompts], greedy)]
+        return torch.cat(found), replies, ran[0]
+
+    (whole, _, none), (cut, replies, some), (again, same, _) = (run(least) for least in (None, 2048, 2048))
+    assert not none and some >= 4, (none, some)
+    assert torch.equal(cut, again) and replies == same, "two runs differ"
+    everyone = all_gather(cut.to(device), mesh)
+    assert all(torch.equal(everyone[0], other) for other in everyone), "the ranks' log-probabilities differ"
+    error = float((cut - whole).abs().max())
+    assert error < (0.1 if config.moe is None else 0.5), f"log-probabilities differ by {error}"
+    return {"passes": some, "logprob_error": round(error, 4)}
+
+
 def main() -> None:
     """Run all checks."""
     mesh = make_mesh()
@@ -230,6 +278,10 @@ def main() -> None:
         told = check_model(mesh, device, kind, None, "qwen3-30b-a3b")
         if not mesh.rank:
             print("experts", kind, told, flush=True)
+    for kind, kv_dtype, shape in HALVES:
+        told = check_halves(mesh, device, kind, kv_dtype, shape)
+        if not mesh.rank:
+            print("halves", kind, kv_dtype, shape, told, flush=True)
     torch.cuda.synchronize()
     gc.collect()  # NCCL waits for the end of graphs that use it
     mesh.owner.require_all()
