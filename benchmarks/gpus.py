@@ -7,7 +7,8 @@ alone, `add`, the sum with the residual in one launch, and `add_norm`, that with
 each layer two `add` or `add_norm`. Each form is measured twice: `push`, where ranks store tensors into the others' memory, and `meet`,
 where they read the others' memory once all have come. The larger sizes of `meet` are NCCL's. `pushed_bytes` and, for `add_norm`,
 `pushed_rows_bytes` are where an engine changes.
-`--sums` measures nothing else. `roofline_percent` are the shares of the roofline of one GPU's part, in which the sums are not counted.
+`--sums` measures nothing else. `prompt_16k_ways_ms` has the time to the first token of a prompt of 16,384 tokens that runs whole, and as
+two halves whose layers take turns. `roofline_percent` are the shares of the roofline of one GPU's part, in which the sums are not counted.
 """
 
 import argparse
@@ -30,6 +31,8 @@ from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES, random_weights
 from nanovllm.entrypoints.cli.bench.roofline import held_bytes, measure_ceiling
 from nanovllm.entrypoints.cli.bench.stopwatch import Engine
 from nanovllm.entrypoints.cli.bench.workloads import measure
+from nanovllm.executor.executor import executor_of
+from nanovllm.executor.graph_executor import GraphExecutor
 from nanovllm.ops.distributed.collectives import all_reduce, all_reduce_add, all_reduce_add_norm
 from nanovllm.ops.distributed.process_group import ProcessGroup, make_mesh
 from nanovllm.ops.distributed.shared_memory import NUM_ROWS, PIECES
@@ -64,15 +67,28 @@ def all_reduce_times(mesh: Mesh, group: ProcessGroup) -> dict[str, dict[str, flo
     return found
 
 
-def prompt_ms(engine: Engine, repeats: int = 3) -> float:
-    """Milliseconds from a prompt of `LONG` tokens to its first token, with nothing reused."""
+def prompt_ms(engine: Engine, repeats: int = 3, first: int = 0) -> float:
+    """Milliseconds from a prompt of `LONG` tokens to its first token, with nothing reused. Calls take `first`s that are 100 apart."""
     seconds = []
-    for repeat in range(repeats + 1):
+    for repeat in range(first, first + repeats + 1):
         prompt = [300 + (7 * at + repeat * 1009) % 9000 for at in range(LONG)]
         start = time.perf_counter()
         engine.generate([prompt], [1], 0.0)
         seconds.append(time.perf_counter() - start)
     return round(1e3 * statistics.median(seconds[1:]), 2)
+
+
+def prompt_ways(engine: Engine, rounds: int = 5) -> dict[str, float]:
+    """Milliseconds of the prompt of `prompt_ms`, run whole and as two halves whose layers take turns. The rounds alternate."""
+    executor = executor_of(engine.state)
+    assert isinstance(executor, GraphExecutor)
+    chosen, found = executor.halves_from, dict[str, list[float]]()
+    for turn in range(rounds):
+        for at, (way, least) in enumerate({"whole": None, "halves": 2}.items()):
+            executor.halves_from = least
+            found.setdefault(way, []).append(prompt_ms(engine, 3, 100 * (1 + 2 * turn + at)))
+    executor.halves_from = chosen
+    return {way: round(statistics.median(each), 2) for way, each in found.items()}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -84,6 +100,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--num-pages", type=int, help="pages of KV (default: as many as fit)")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each workload (default: %(default)s)")
     parser.add_argument("--sums", action="store_true", help="measure the sums over the ranks alone, without a model")
+    parser.add_argument("--prompts", action="store_true", help="of an engine, measure the long prompts alone")
     parser.add_argument("--commit", help="the commit to record (default: the one that git reports)")
     parser.add_argument("--output", type=Path, help="write the result to this JSON file")
     options = parser.parse_args(arguments)
@@ -105,6 +122,12 @@ def main(arguments: list[str] | None = None) -> None:
     engine = Engine(model, num_pages=options.num_pages, max_model_len=min(model.config.max_position_embeddings, LONG + 1024), check=False)
     engine.generate([[300] * 32], [2], 0.0)
     figures["start_s"] = {"mesh_and_weights": round(loaded - begin, 2), "engine": round(time.perf_counter() - began, 2)}
+    if options.prompts:
+        figures["prompt_16k_ways_ms"] = prompt_ways(engine)
+        if not mesh.rank:
+            print(json.dumps(figures), flush=True)
+        del engine, model
+        return _leave()
     figures |= {"all_reduce_us": all_reduce_times(mesh, group), "pushed_bytes": group.pushed, "pushed_rows_bytes": group.pushed_rows}
     held, shares = held_bytes(model.params, model.config, model.dtype), dict[str, float]()
     figures |= {"roofline": report.ceiling_json(ceiling), "roofline_percent": shares}
@@ -114,6 +137,8 @@ def main(arguments: list[str] | None = None) -> None:
         if not mesh.rank:
             print(f"{one.key}: {one.figure:,}", flush=True)
     figures["prompt_16k_ms"] = prompt_ms(engine)
+    if mesh.size > 1:
+        figures["prompt_16k_ways_ms"] = prompt_ways(engine)
     result = record(model, figures, f"torchrun --nproc-per-node {mesh.size} benchmarks/gpus.py --model {options.model}", options.commit)
     if not mesh.rank:
         print(json.dumps(figures))

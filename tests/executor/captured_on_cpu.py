@@ -36,6 +36,9 @@ class PlainAttention(Ignored):
     def plan_prompt(self, host: Any, *, together: bool) -> tuple[int, int]:
         return 0, 0
 
+    def plan_halves(self, halves: Any, *, together: bool) -> list[tuple[int, int]]:
+        return [(0, 0) for _ in halves]
+
     def decode_plans(self, size: int) -> Any:
         plan = Ignored()
         plan.handle = 0

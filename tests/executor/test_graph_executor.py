@@ -484,3 +484,49 @@ def test_ranks_exchange_their_best_tokens_once_a_step(monkeypatch: pytest.Monkey
         monkeypatch.setattr(CapturedStep, name, counted(name, getattr(CapturedStep, name)))
     assert run_ranks(run, 2) == [alone] * 2
     assert exchanges == {"run": {0}, "draw": {0, 1}}  # none where all logits are gathered
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM"])
+def test_prompts_in_two_halves(architecture: str, size: int) -> None:
+    """Prompts that no graph holds run as two halves of at least eight tokens. Replies are those of plain steps on one rank."""
+    config = tiny_config(architecture, vocab_size=60)
+
+    def run(mesh: Mesh | None) -> dict[int, list[int]]:
+        model, ran = random_model(config, dtype="float64", mesh=mesh), list[int]()
+        state, executor = started(model, 30)
+        inner = executor._in_halves
+
+        def noted(params: Any, kv: Any, parts: Any, config: Any) -> Any:
+            ran.extend(len(part.input_ids) for part in parts)
+            return inner(params, kv, parts, config)
+
+        assert executor.halves_from is None  # no GPUs share the model
+        executor.halves_from, executor._in_halves = 17, noted  # pyright: ignore[reportAttributeAccessIssue]
+        replies, _ = served(model, state, 3, clients=CLIENTS[:3])
+        assert len(ran) > 10 and min(ran) >= 6
+        return replies
+
+    plain = random_model(config, dtype="float64")
+    whole = served(plain, nv.init_state(plain, num_pages=30, **LIMITS), 3, clients=CLIENTS[:3])[0]
+    if size == 1:
+        assert run(None) == whole
+    else:
+        assert run_ranks(run, size) == [whole] * size
+
+
+def test_scores_and_chunks_of_prompts_in_two_halves() -> None:
+    prompts: list[Any] = [[(7 * at + row) % 60 for at in range(count)] for row, count in enumerate((50, 31, 20))]
+
+    def seen(state: nv.EngineState, model: nv.Model) -> tuple[list[float], list[int]]:
+        state, scores = nv.score(model, state, [prompt[:20] for prompt in prompts], [[*prompt[10:], 5] for prompt in prompts])
+        state, chunk = nv.prefill(model, state, prompts[0])
+        state, reply = nv.generate(model, state, [chunk, prompts[2][:8]], PLAIN)
+        return [float(value) for score in scores for value in score.logprobs], reply.token_ids
+
+    model = random_model(tiny_config(vocab_size=60), dtype="float64")
+    want, tokens = seen(nv.init_state(model, num_pages=60, **LIMITS), model)
+    state, executor = started(model, 60)
+    executor.halves_from = 17
+    got, same = seen(state, model)
+    assert got == pytest.approx(want, abs=1e-9) and same == tokens

@@ -9,7 +9,7 @@ import torch
 
 from nanovllm.entrypoints.cli.bench.graph_timer import captured
 from nanovllm.ops import copy_pages, kv_write, move_kv, paged_decode, paged_prefill
-from nanovllm.ops.attention import reference
+from nanovllm.ops.attention import flashinfer_plans, reference
 from nanovllm.ops.attention.flashinfer import AttentionWorkspace
 from nanovllm.ops.attention.flashinfer_plans import DecodePlan, PrefillPlan
 from nanovllm.ops.attention.plan_table import PlanMismatchError, UnknownPlanError
@@ -523,6 +523,31 @@ def test_prefill_where_new_keys_and_values_lie_together(rows):
         if plan.together:
             with pytest.raises(PlanMismatchError):
                 paged_prefill(*given)
+
+
+OLDER = [[(1500, 900)], [(1500, 1500), (700, 300), (129, 65)], [(2000, 1000), (16, 16)]]
+
+
+@pytest.mark.parametrize("windows", [(0,), (0, 100)])
+@pytest.mark.parametrize("rows", OLDER, ids=["one", "more", "whole"])
+def test_prefill_copies_older_keys_and_values_out_of_the_pages(rows, windows, monkeypatch):
+    """Where rows have no more of them than new ones; they may be in the pages of another half."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("fa3 is for compute capability 9.0")
+    monkeypatch.setattr(flashinfer_plans, "COPIED_FROM", 1)
+    pool, cu, seq_lens, q, wants = prefill_case(SHAPES[0], rows)
+    plan = PrefillPlan(pool.workspace(), 64, 2100 // pool.page_size + 1, *pool.sizes(), backend="fa3", windows=windows)
+    plan.update(cu, seq_lens, pool.tables, together=True)
+    assert plan.together and plan.copied is not None
+    for layer, want in enumerate(wants):
+        unused = q.new_full((len(q), pool.kv_heads, pool.head_dim), torch.nan)
+        given = (q, pool.pages, layer, pool.device_tables, int32(seq_lens.tolist()), int32(cu.tolist()), pool.scale, plan.handle)
+        pool.close(paged_prefill(*given, unused, unused), want)
+        if len(windows) == 2:
+            parts = [pool.dense(q[cu[b] : cu[b + 1]], b, layer, length, 100) for b, (length, _) in enumerate(rows)]
+            pool.close(paged_prefill(*given, unused, unused, 100), torch.cat(parts))
+    plan.update(cu, seq_lens, pool.tables)
+    assert not plan.together and plan.copied is None
 
 
 def test_a_captured_prefill_serves_other_batches():

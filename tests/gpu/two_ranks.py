@@ -7,6 +7,7 @@ torchrun --nproc-per-node 4 tests/gpu/two_ranks.py
 """
 
 import gc
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,11 @@ import torch.distributed as dist
 
 import nanovllm as nv
 from nanovllm.config import Mesh
+from nanovllm.engine.requests import submit_many
 from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES, random_model
+from nanovllm.executor.executor import executor_of
+from nanovllm.executor.graph_executor import GraphExecutor
+from nanovllm.executor.prompt_halves import least_tokens
 from nanovllm.loading.quantisation.rounding import require_rounding, rounded_params
 from nanovllm.ops.distributed.collectives import all_gather, all_gather_columns, all_reduce, all_reduce_add, all_reduce_add_norm
 from nanovllm.ops.distributed.group import summed
@@ -26,6 +31,13 @@ from nanovllm.ops.sampling.draw import draw, highest
 from nanovllm.ops.sampling.draw_parts import Parts, draw_parts
 
 SIZES = (8, 1024, 4096, 5120, 64 * 4096, 65 * 4096, 300 * 4096, 1100 * 4096)
+HALVES = (
+    (None, None, "qwen3-8b"),
+    (None, "fp8", "qwen3-8b"),
+    ("fp8", None, "qwen3-8b"),
+    ("int4", None, "qwen3-8b"),
+    (None, None, "qwen3-30b-a3b"),
+)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -207,11 +219,73 @@ def check_model(mesh: Mesh, device: torch.device, kind: str | None, compile: boo
     return {"tokens_alike": same, "of": 24 * (1 + 6 + 24 + 1 + 6 + 6), "logprob_error": round(error, 4)}
 
 
+def check_halves(mesh: Mesh, device: torch.device, kind: str | None, kv_dtype: str | None, shape: str) -> dict[str, Any]:
+    """Log-probabilities of prompts that run as two halves beside those of prompts that run whole, and the same bits twice and on all ranks.
+
+    The prompts are one, another, several of which one is cut, and one that goes on from pages that are there.
+    """
+    config = replace(SHAPES[shape], num_layers=4 if SHAPES[shape].moe is None else 2, max_position_embeddings=16384)
+    model = random_model("halves", config, device=device, dtype="bfloat16", mesh=mesh)
+    if (rounding := require_rounding(kind, False)) is not None:
+        model = replace(model, params=rounded_params(model.params, rounding))
+    lengths, known = ((9000,), (12001,), (1500, 3100, 2900, 40), (15000,)), torch.arange(16384) * 7
+    state, ran = nv.init_state(model, num_pages=8192, max_num_seqs=16, check=False, kv_dtype=kv_dtype), [0]
+    executor = executor_of(state)
+    assert isinstance(executor, GraphExecutor) and executor.halves_from == least_tokens(model) is not None
+    inner = executor._in_halves
+
+    def counted(*args: Any) -> Any:
+        ran[0] += 1
+        return inner(*args)
+
+    executor._in_halves = counted  # pyright: ignore[reportAttributeAccessIssue]
+
+    def run(least: int | None, namespace: int) -> tuple[torch.Tensor, list[Any], int]:
+        nonlocal state
+        executor.halves_from, ran[0], found, replies = least, 0, list[torch.Tensor](), dict[int, list[int]]()
+        greedy = nv.SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        for each in lengths:
+            prompts: list[Any] = [((known[:length] + 11 * row) % 9000 + 300).tolist() for row, length in enumerate(each)]
+            state, _ = submit_many(model, state, [[17, *prompt] for prompt in prompts], [greedy] * len(prompts), namespace=namespace)
+            while state.running or state.waiting:
+                state, outputs = nv.step(model, state)
+                replies |= {one.request_id: one.output.token_ids for one in outputs if one.output is not None}
+            state, scores = nv.score(model, state, prompts, [[5, 6, 7, 8]] * len(prompts), namespace=namespace)
+            found += [torch.as_tensor(score.logprobs) for score in scores]
+        return torch.cat(found), [replies[each] for each in sorted(replies)], ran[0]
+
+    (whole, _, none), (cut, replies, some), (again, same, _) = (run(*how) for how in ((None, 1), (2048, 2), (2048, 3)))
+    assert not none and some >= 4, (none, some)
+    assert torch.equal(cut, again) and replies == same, "two runs differ"
+    everyone = all_gather(cut.to(device), mesh)
+    assert all(torch.equal(everyone[0], other) for other in everyone), "the ranks' log-probabilities differ"
+    error = float((cut - whole).abs().max())
+    assert error < (0.1 if config.moe is None else 0.5), f"log-probabilities differ by {error}"
+    return {"passes": some, "logprob_error": round(error, 4)}
+
+
 def main() -> None:
-    """Run all checks."""
+    """Run all checks, or with `--halves` that alone."""
     mesh = make_mesh()
     assert isinstance(mesh.owner, ProcessGroup)
     device = mesh.owner.device
+    if "--halves" not in sys.argv[1:]:
+        check_all_others(mesh, device)
+    for kind, kv_dtype, shape in HALVES:
+        told = check_halves(mesh, device, kind, kv_dtype, shape)
+        if not mesh.rank:
+            print("halves", kind, kv_dtype, shape, told, flush=True)
+    torch.cuda.synchronize()
+    gc.collect()  # NCCL waits for the end of graphs that use it
+    mesh.owner.require_all()
+    dist.barrier()
+    dist.destroy_process_group()
+    print("done", flush=True)
+
+
+def check_all_others(mesh: Mesh, device: torch.device) -> None:
+    """Run all checks but those of `check_halves`."""
+    assert isinstance(mesh.owner, ProcessGroup)
     check_sums(mesh, device)
     check_bounds(mesh, device, mesh.owner.pushed)
     check_replays(mesh, device, mesh.owner.pushed)
@@ -230,12 +304,6 @@ def main() -> None:
         told = check_model(mesh, device, kind, None, "qwen3-30b-a3b")
         if not mesh.rank:
             print("experts", kind, told, flush=True)
-    torch.cuda.synchronize()
-    gc.collect()  # NCCL waits for the end of graphs that use it
-    mesh.owner.require_all()
-    dist.barrier()
-    dist.destroy_process_group()
-    print("done", flush=True)
 
 
 if __name__ == "__main__":

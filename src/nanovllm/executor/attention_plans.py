@@ -8,7 +8,7 @@ FlashInfer knows one scale for all KV. So with KV in FP8, where each token and h
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from functools import partial
@@ -96,8 +96,9 @@ class Attention:
         self.policy, self._own = policy, limits.kv_dtype is not None
         self._model, self._max_rows = model, limits.max_num_seqs
         self._loading: Loading | None = None
-        self._tiles: PromptPlans | None = None  # of the last batch, whose kernels may still run
+        self._tiles: list[PromptPlans] = []  # of the last batch, whose kernels may still run
         self._plans: SharedPlans | None = None
+        self._second: list[PrefillPlan] = []  # for the second half of a batch: one for each KV pool
         if self._own:
             if why := against_own_kernels(model.device, model.dtype):
                 raise AttentionUnavailableError(f"no kernel can serve KV in {limits.kv_dtype} on this machine: {why}")
@@ -189,10 +190,10 @@ class Attention:
         """
         assert host.cu_seqlens is not None
         if not self.ready():
-            self._tiles = own_plans(self._model, host)
-            return self._tiles.handles
+            self._tiles = [own_plans(self._model, host)]
+            return self._tiles[0].handles
         assert self._plans is not None
-        self._tiles, windowed = None, 0
+        self._tiles, windowed = [], 0
         if self._plans.windowed is not None:
             assert host.frame_tables is not None
             self._plans.windowed.update(host.cu_seqlens, host.seq_lens, host.frame_tables, together=together)
@@ -203,6 +204,30 @@ class Attention:
             return self._plans.cascade.handle, windowed
         self._plans.prompt.update(host.cu_seqlens, host.seq_lens, host.page_tables, together=together)
         return self._plans.prompt.handle, windowed
+
+    def plan_halves(self, halves: Sequence[HostBatch], *, together: bool) -> list[tuple[int, int]]:
+        """Plan for the two halves of a batch of prompts, whose layers take turns on one stream. Shared pages are not read once.
+
+        Args:
+            halves: The halves.
+            together: As in `plan_prompt`.
+
+        Returns:
+            For each half the handles that `plan_prompt` returns.
+        """
+        if not self.ready():
+            self._tiles = [own_plans(self._model, half) for half in halves]
+            return [plans.handles for plans in self._tiles]
+        assert self._plans is not None
+        self._tiles = []
+        self._second = self._second or [self._shape.prompts(self._max_rows, windows) for windows in self._shape.groups]
+        first = [plan for plan in (self._plans.prompt, self._plans.windowed) if plan is not None]
+        for half, plans in zip(halves, (first, self._second), strict=True):
+            assert half.cu_seqlens is not None
+            for plan, table in zip(plans, (half.page_tables, half.frame_tables), strict=False):
+                assert table is not None
+                plan.update(half.cu_seqlens, half.seq_lens, table, together=together)
+        return [(own[0].handle, own[1].handle if len(own) == 2 else 0) for own in (first, self._second)]
 
 
 def workspace_of(model: Model, limits: EngineConfig) -> AttentionWorkspace:

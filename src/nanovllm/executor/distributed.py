@@ -48,6 +48,7 @@ def joined(store: Any, rank: int, size: int, device: torch.device, timeout: time
     Returns:
         The group, and its store, which must live as long as the group.
     """
+    from nanovllm.ops.distributed.process_group import nccl_options
     from nanovllm.ops.distributed.renumbered_store import Renumbered
 
     name, kinds = f"{NAME}-{store.port}", dist.ProcessGroup.BackendType
@@ -61,9 +62,7 @@ def joined(store: Any, rank: int, size: int, device: torch.device, timeout: time
     group._set_default_backend(kinds.GLOO)
     group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
     if device.type == "cuda":
-        far = dist.ProcessGroupNCCL.Options()
-        far._timeout = timeout
-        nccl = dist.ProcessGroupNCCL(dist.PrefixStore("cuda", shared), rank, size, far)
+        nccl = dist.ProcessGroupNCCL(dist.PrefixStore("cuda", shared), rank, size, nccl_options(timeout))
         nccl._set_sequence_number_for_group()
         group._set_default_backend(kinds.NCCL)
         group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)

@@ -13,14 +13,14 @@ The last few tokens of a prompt whose other tokens are filled also run as rows o
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from nanovllm.config import EngineConfig
+from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.errors import InvalidRequestError
 from nanovllm.executor.agreed_memory import prepared
 from nanovllm.executor.attention_plans import Attention, DecodePlans, PromptPlans, own_plans
@@ -35,6 +35,7 @@ from nanovllm.executor.decode_carry import DecodeCarry
 from nanovllm.executor.executor import Drawn, Masks
 from nanovllm.executor.logits_graphs import LogitsGraphs
 from nanovllm.executor.prompt_graphs import PromptGraphs, captures_prompts
+from nanovllm.executor.prompt_halves import cut, least_tokens, middle
 from nanovllm.executor.row_processing import carries, kept, processors_of
 from nanovllm.executor.row_tables import RowTables
 from nanovllm.executor.run_ahead import RunAhead, longest_first, placed
@@ -43,7 +44,7 @@ from nanovllm.executor.step_program import StepProgram
 from nanovllm.models.common.batch import Batch
 from nanovllm.models.common.params import Params, two_of_each
 from nanovllm.models.common.sharding import in_parts
-from nanovllm.models.fast import fused
+from nanovllm.models.fast import fused, halves
 from nanovllm.models.fast.choice import FastChoice
 from nanovllm.models.fast.cuts import Cuts
 from nanovllm.models.model import Model
@@ -87,6 +88,10 @@ class GraphExecutor:
 
     It holds the parts that cannot be values: graphs, static buffers, attention plans, and compiled functions for models that the kernels do
     not serve.
+
+    Attributes:
+        halves_from: The fewest tokens of prompts that run as two halves (`models/fast/halves.py`); None: prompts run whole. All ranks of
+            a model have the same.
     """
 
     def __init__(
@@ -132,6 +137,8 @@ class GraphExecutor:
         # Plain layers cannot follow a fused plan, nor read the new keys and values of prompts from one tensor.
         self._together = all_fused(model, choice)
         self._attention = Attention(model, limits, policy, beside=self._together and policy is not None)
+        self.halves_from = least_tokens(model) if self._together else None
+        self._in_halves = partial(halves.forward, choice=choice, cuts=cuts)
         warm = two_of_each(model.params) if self._together and not model.config.windows else model.params
         self._decode = StepGraphs(
             model,
@@ -179,7 +186,7 @@ class GraphExecutor:
         host = prefill_batch(rows, draw=draw, frames=frames, **self._layout)
         logits = None if self._short is None or self._attention.shares(host) else self._short.run(model.params, kv, host)
         if logits is None:
-            logits, kv = self._forward(model.params, kv, self._prompt(host), self._config)
+            logits, kv = self._run_prompts(model, kv, host, self._config)
         drawn = self._rows.draw(logits, _whole(rows, draw), self._decode.width, masks)
         require_ranks(model.config.mesh)
         return drawn, kv
@@ -197,7 +204,7 @@ class GraphExecutor:
     ) -> tuple[Scored, KVState]:
         """Donates `kv`. Run prompt tokens as one call of the model, and look the log-probabilities up in its logits."""
         host = score_batch(rows, asked, frames=frames, **self._layout)
-        logits, kv = self._forward(model.params, kv, self._prompt(host), model.config)
+        logits, kv = self._run_prompts(model, kv, host, model.config)
         return asked_logprobs(logits, asked, num_top), kv
 
     @_on_device
@@ -380,12 +387,27 @@ class GraphExecutor:
         self._ahead.grow(rows)
         return True
 
-    def _prompt(self, host: HostBatch) -> Batch:
-        num_tokens, asked = len(host.input_ids), host.logit_indices
+    def _run_prompts(self, model: Model, kv: KVState, host: HostBatch, config: ModelConfig) -> tuple[Tensor, KVState]:
+        """Donates `kv`. Run prompts by one call of the model: whole, or as two halves."""
+        if self.halves_from is None or len(host.input_ids) < self.halves_from or self._attention.shares(host):
+            return self._forward(model.params, kv, self._prompt(host), config)
+        assert host.cu_seqlens is not None
+        parts = cut(host, middle(host.cu_seqlens), self._layout["page_size"])
 
+        def make() -> list[Batch]:
+            plans = self._attention.plan_halves(parts, together=True)
+            return [to_device(part, self._device, *handles) for part, handles in zip(parts, plans, strict=True)]
+
+        return self._in_halves(model.params, kv, self._prepared(host, make), config)
+
+    def _prompt(self, host: HostBatch) -> Batch:
         def make() -> Batch:
             return to_device(host, self._device, *self._attention.plan_prompt(host, together=self._together))
 
+        return self._prepared(host, make)
+
+    def _prepared(self, host: HostBatch, make: Callable[[], R]) -> R:
+        num_tokens, asked = len(host.input_ids), host.logit_indices
         return prepared(self._model, num_tokens, num_tokens if asked is None else len(asked), make)
 
     def _restart(self, step: CapturedStep, rows: Seq[Sequence], places: Int64[np.ndarray, "B"]) -> None:

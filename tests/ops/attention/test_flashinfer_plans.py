@@ -17,7 +17,7 @@ from nanovllm.ops.attention import flashinfer, flashinfer_plans, reference
 from nanovllm.ops.attention.cascade import attend_part
 from nanovllm.ops.attention.flashinfer import EVERYTHING, AttentionWorkspace
 from nanovllm.ops.attention.flashinfer_cascade import FlashInferCascade
-from nanovllm.ops.attention.flashinfer_plans import DecodePlan, PrefillPlan
+from nanovllm.ops.attention.flashinfer_plans import DecodePlan, PrefillPlan, copied_kv, kv_lines
 from nanovllm.ops.attention.plan_table import PlanMismatchError
 
 CPU, HEADS, KV_HEADS, HEAD_DIM, SIZE, SCALE = torch.device("cpu"), 4, 2, 128, 4, 0.1
@@ -62,6 +62,19 @@ class Kernels:
             out[qo[b] : qo[b + 1]] = mixed.to(out.dtype)
             if lse is not None:
                 lse[qo[b] : qo[b + 1]] = weight.float()
+
+    def ragged_run(self, buffer, memory, info, q, k, v, qo, kv, out, lse, mask, layout, left, pdl, *rest):
+        softcap, scale = rest[6:8]
+        assert self.backend == "fa3" and info == [-1] and (left >= 0) == self.windows and layout == flashinfer.NHD
+        assert mask == flashinfer.CAUSAL and len(k) == len(v) == kv[-1]
+        for b in range(len(qo) - 1):
+            keys, queries = (
+                torch.stack([part[kv[b] : kv[b + 1]].transpose(0, 1) for part in (k, v)]).double(),
+                q[qo[b] : qo[b + 1]].double(),
+            )
+            seen = keys.shape[2] - len(queries) + 1 + torch.arange(len(queries))
+            mixed, _ = attend_part(queries, keys, seen.int(), scale, 0 if left in (-1, EVERYTHING) else left + 1, softcap)
+            out[qo[b] : qo[b + 1]] = mixed.to(out.dtype)
 
 
 class Staging(flashinfer._Staging):
@@ -185,3 +198,36 @@ def test_plans_refuse_what_they_were_not_made_for(built: list[Any]) -> None:
             DecodePlan(SPACE, 4, 20, *SHAPE, windows, softcap)
     with pytest.raises(PlanMismatchError, match="causal"):
         PrefillPlan(SPACE, 8, 20, *SHAPE, causal=False, windows=(6,))
+
+
+@pytest.mark.parametrize("windows", [(0,), (0, 16)])
+@pytest.mark.parametrize("batch", [Batch([40, 30, 9, 21], [27, 16, 9, 20]), Batch([19, 18], [19, 18])], ids=["older", "fresh"])
+def test_new_keys_and_values_lie_together(
+    batch: Batch, windows: tuple[int, ...], built: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Older ones are copied out of the pages, if there are not too many."""
+    monkeypatch.setattr(flashinfer_plans, "COPIED_FROM", 1)
+    plan = PrefillPlan(SPACE, 8, 20, *SHAPE, backend="fa3", windows=windows)
+    counts, bounds = np.diff(batch.cu), list(batch.cu)
+    plan.update(batch.cu, batch.lens, batch.tables, together=True)
+    assert plan.together and (plan.copied is None) == bool((counts == batch.lens).all())
+    rows = [reference.row_kv(batch.pages[0], torch.from_numpy(table), int(n)) for table, n in zip(batch.tables, batch.lens, strict=True)]
+    new = torch.cat([row[:, :, len(row[0, 0]) - int(count) :] for row, count in zip(rows, counts, strict=True)], 2).transpose(1, 2)
+    assert len(new[0]) == bounds[-1]
+    for window in windows:
+        out = plan.run(batch.q, batch.pages, 0, SCALE, new=(new[0], new[1]), window=window)
+        torch.testing.assert_close(out, batch.expected(window, 0.0))
+    few = Batch([40, 30, 9, 21], [7, 1, 9, 2])
+    plan.update(few.cu, few.lens, few.tables, together=True)
+    assert not plan.together and plan.copied is None
+    torch.testing.assert_close(plan.run(few.q, few.pages, 0, SCALE), few.expected(0, 0.0))
+
+
+def test_keys_and_values_are_copied_out_of_the_pages() -> None:
+    pages = torch.randn(9, 2, 3, 4, 8)
+    tables, lens = np.array([[5, 0, 7], [3, 8, 8], [1, 2, 8]], np.int32), np.array([11, 3, 8], np.int32)
+    k, v = copied_kv(pages, kv_lines(lens, tables, 3, 4, CPU))
+    rows = [reference.row_kv(pages, torch.from_numpy(table), int(length)) for table, length in zip(tables, lens, strict=True)]
+    want = torch.cat(rows, 2).transpose(1, 2)
+    assert torch.equal(k, want[0]) and torch.equal(v, want[1])
+    assert k.is_contiguous() and v.is_contiguous()

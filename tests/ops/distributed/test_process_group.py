@@ -85,6 +85,32 @@ def test_a_program_of_two_processes(tmp_path: Path) -> None:
     assert reply.token_ids == first["reply"]
 
 
+def test_a_prompt_in_two_halves() -> None:
+    """The sums are begun by two processes. The logits are those of the prompt that runs whole, with the same bits on both ranks."""
+    program = """
+        import hashlib
+        import torch
+        import nanovllm as nv
+        from nanovllm.models.fast import fused, halves
+        from nanovllm.testing.driver import layout, step_batch
+
+        fused.follows_closely = lambda *_: False
+        mesh, cpu = nv.make_mesh("cpu"), torch.device("cpu")
+        model = nv.load_model("tiny", "cpu", "float64", mesh=mesh)
+        ids = [7 * at % 4000 for at in range(90)]
+        one, other = (layout(model, [90, 20], 16) for _ in range(2))
+        whole, _ = fused.forward(model.params, one.kv, step_batch(one, [(0, ids, 0), (1, ids[:20], 0)], cpu), model.config)
+        parts = [step_batch(other, pieces, cpu) for pieces in ([(0, ids[:50], 0)], [(0, ids[50:], 50), (1, ids[:20], 0)])]
+        logits, _ = halves.forward(model.params, other.kv, parts, model.config)
+        torch.testing.assert_close(logits, whole, rtol=0, atol=1e-10)
+        print(hashlib.sha256(logits.numpy().tobytes()).hexdigest(), flush=True)
+        torch.distributed.destroy_process_group()
+    """
+    ranks = run_ranks(program, 2)
+    assert [rank.returncode for rank in ranks] == [0, 0], ranks[0].stderr + ranks[1].stderr
+    assert ranks[0].stdout.splitlines()[-1] == ranks[1].stdout.splitlines()[-1]
+
+
 def test_a_rank_that_ends_ends_the_other() -> None:
     program = """
         import os, signal

@@ -5,9 +5,9 @@ seven or nine, and with experts up to twelve.
 The results agree with a model's own `forward` within rounding, for every architecture whose layers are `params.Layer`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from itertools import pairwise
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 from nanovllm.config import Mesh, ModelConfig
 from nanovllm.models.common import decoder, layers
@@ -20,7 +20,14 @@ from nanovllm.ops.attention.paged_prefill import paged_prefill
 from nanovllm.ops.attention.rope_attend import rope_attend, rope_write
 from nanovllm.ops.backends import own_kernels
 from nanovllm.ops.cuts import Cut
-from nanovllm.ops.distributed.collectives import all_reduce, all_reduce_add, all_reduce_add_norm
+from nanovllm.ops.distributed.collectives import (
+    all_reduce,
+    all_reduce_add,
+    all_reduce_add_norm,
+    begin_all_reduce,
+    begin_all_reduce_add,
+    begin_all_reduce_add_norm,
+)
 from nanovllm.ops.elementwise.decode_rows import capped_logits
 from nanovllm.ops.linear import norm_linear as few
 from nanovllm.ops.linear.linear import linear
@@ -32,6 +39,10 @@ from nanovllm.ops.moe.quantised_experts import any_experts
 from nanovllm.ops.moe.route import norm_route, route
 from nanovllm.state.kv_cache import KVState
 from nanovllm.types import Float, Float32, Int32, Tensor
+
+R = TypeVar("R")
+Steps = Generator[None, None, R]  # of a computation that stops where others may run, and returns an R in the end
+Wait = Callable[[], R]
 
 
 def serves(params: Params[Tensor], config: ModelConfig) -> bool:
@@ -255,20 +266,65 @@ def wide_layer(
     Returns:
         The next hidden states, and their norm with `gain`.
     """
+    return finished(wide_layer_steps(w, x, h, gain, pages, index, cos, sin, batch, config, wanted=wanted, cuts=cuts))
+
+
+def wide_layer_steps(
+    w: Layer[Tensor],
+    x: Float[Tensor, "T M"],
+    h: Float[Tensor, "T M"],
+    gain: Float[Tensor, "M"],
+    pages: Float[Tensor, "L N 2 K S W"],
+    index: int,
+    cos: Float32[Tensor, "T 1 D"],
+    sin: Float32[Tensor, "T 1 D"],
+    batch: Batch,
+    config: ModelConfig,
+    *,
+    wanted: Int32[Tensor, "R"] | None = None,
+    cuts: StepCuts = DEFAULT,
+    ahead: bool = False,
+) -> Steps[tuple[Float[Tensor, "R M"], Float[Tensor, "R M"]]]:
+    """Donates `pages`. The generator that computes and returns what `wide_layer` returns.
+
+    With `ahead` it yields after the beginning of each sum over the ranks, and waits for the sum when it goes on. In between the caller may
+    run other tokens. Without `ahead` it never yields. The other arguments are those of `wide_layer`.
+    """
     eps = config.rms_norm_eps
     a = _attend(w, norm_linear(h, w.qkv, bias=w.qkv_bias, cut=cuts.qkv), pages, index, cos, sin, batch, config)
     if wanted is not None:
         a, x, cuts = a[wanted], x[wanted], DEFAULT  # `cuts` is tuned for the number of all tokens
         if not len(wanted):
             return x, x
-    x, h = _added_normed(a, w.o, w.o_bias, x, w.post_norm, eps, w.o_norm, cuts.o, config.mesh, 0)
+    normed = _begin_added_normed(a, w.o, w.o_bias, x, w.post_norm, eps, w.o_norm, cuts.o, config.mesh, 0, ahead)
+    if ahead:
+        yield
+    x, h = normed()
     if w.gate_up is None or w.down is None:
-        x = _experts_added(w, x, h, config)
+        added = _begin_experts_added(w, x, h, config, ahead)
+        if ahead:
+            yield
+        x = added()
         return x, norm_add(x, gain, None, eps)
     if w.experts is not None:
-        x = x + _routed(w, h, config)
+        routed = _begin_routed(w, h, config, ahead)
+        if ahead:
+            yield
+        x = x + routed()
     h = norm_linear(h, w.gate_up, gated=True, act=config.hidden_act, cut=cuts.gate_up)
-    return _added_normed(h, w.down, w.down_bias, x, gain, eps, w.down_norm, cuts.down, config.mesh, 1)
+    normed = _begin_added_normed(h, w.down, w.down_bias, x, gain, eps, w.down_norm, cuts.down, config.mesh, 1, ahead)
+    if ahead:
+        yield
+    return normed()
+
+
+def finished(steps: Steps[R]) -> R:
+    """Run a generator to its end, and return what it returns."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
 
 
 def head(
@@ -314,7 +370,7 @@ def _added(
     return all_reduce_add(product, residual, mesh, slot)
 
 
-def _added_normed(
+def _begin_added_normed(
     x: Float[Tensor, "T K"],
     weight: Tensor | QuantisedMatrix,
     bias: Tensor | None,
@@ -325,28 +381,57 @@ def _added_normed(
     cut: Cut,
     mesh: Mesh | None,
     slot: int,
-) -> tuple[Float[Tensor, "T M"], Float[Tensor, "T M"]]:
-    """As `linear_add_norm`, with the product summed over the ranks. `slot` is that of `all_reduce_add`."""
+    ahead: bool,
+) -> Wait[tuple[Float[Tensor, "T M"], Float[Tensor, "T M"]]]:
+    """As `linear_add_norm`, with the product summed over the ranks. `slot` is that of `all_reduce_add`.
+
+    The function that is returned waits for the sum, which without `ahead` has been taken.
+    """
     if mesh is None:
-        return linear_add_norm(x, weight, bias, residual, gain, eps, inner=inner, cut=cut)
+        return _known(linear_add_norm(x, weight, bias, residual, gain, eps, inner=inner, cut=cut))
     if inner is not None:
-        x = norm_add(all_reduce(norm_linear(x, weight, bias=bias), mesh), inner, residual, eps)
-        return x, norm_add(x, gain, None, eps)
+        summed = _begin_sum(norm_linear(x, weight, bias=bias), mesh, ahead)
+
+        def normed() -> tuple[Tensor, Tensor]:
+            x = norm_add(summed(), inner, residual, eps)
+            return x, norm_add(x, gain, None, eps)
+
+        return normed
     if isinstance(weight, QuantisedMatrix):
         parts, bias = norm_linear(x, weight, bias=bias, cut=cut).unsqueeze(0), None
     else:
         parts, bias = product_in_parts(x, weight, bias, cut)
-    return all_reduce_add_norm(parts, bias, residual, gain, eps, mesh, slot)
+    if ahead:
+        return begin_all_reduce_add_norm(parts, bias, residual, gain, eps, mesh)
+    return _known(all_reduce_add_norm(parts, bias, residual, gain, eps, mesh, slot))
+
+
+def _known(result: R) -> Wait[R]:
+    """The function that waits for nothing."""
+    return lambda: result
+
+
+def _begin_sum(x: Tensor, mesh: Mesh | None, ahead: bool) -> Wait[Tensor]:
+    """Donates `x`. The sum over the ranks, if there are several; without `ahead` it has been taken."""
+    return begin_all_reduce(x, mesh) if ahead and mesh is not None else _known(all_reduce(x, mesh))
 
 
 def _routed(w: Layer[Tensor], h: Float[Tensor, "T M"], config: ModelConfig) -> Float[Tensor, "T M"]:
     """The output of a layer's experts, summed over the ranks. `h` is the output of its second norm."""
+    return _begin_routed(w, h, config, ahead=False)()
+
+
+def _begin_routed(w: Layer[Tensor], h: Float[Tensor, "T M"], config: ModelConfig, ahead: bool) -> Wait[Float[Tensor, "T M"]]:
     assert w.experts is not None and config.moe is not None
-    return all_reduce(layers.mixture(h, w.experts, config.moe, config.hidden_act), config.mesh)
+    return _begin_sum(layers.mixture(h, w.experts, config.moe, config.hidden_act), config.mesh, ahead)
 
 
 def _experts_added(w: Layer[Tensor], x: Tensor, h: Tensor | None, config: ModelConfig) -> Float[Tensor, "T M"]:
     """`x` plus the output of a layer's experts on its norm `h`; None: the router's kernel computes it."""
+    return _begin_experts_added(w, x, h, config, ahead=False)()
+
+
+def _begin_experts_added(w: Layer[Tensor], x: Tensor, h: Tensor | None, config: ModelConfig, ahead: bool) -> Wait[Float[Tensor, "T M"]]:
     e, moe, mesh = w.experts, config.moe, config.mesh
     assert e is not None and moe is not None
     how = moe.top_k, moe.normalise, moe.least_sum
@@ -355,7 +440,9 @@ def _experts_added(w: Layer[Tensor], x: Tensor, h: Tensor | None, config: ModelC
     else:
         chosen, weights = route(norm_linear(h.to(e.router.dtype), e.router), e.bias, *how)
     y = any_experts(h, e.gate_up, e.down, chosen, weights, config.hidden_act, x if mesh is None else None)
-    return y if mesh is None else all_reduce_add(y, x, mesh, 1)
+    if mesh is None:
+        return _known(y)
+    return begin_all_reduce_add(y, x, mesh) if ahead else _known(all_reduce_add(y, x, mesh, 1))
 
 
 def _attend(

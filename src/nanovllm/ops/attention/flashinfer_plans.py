@@ -11,10 +11,32 @@ import torch
 
 from nanovllm.ops.attention.flashinfer import CAUSAL, NHD, NON_CAUSAL, AttentionWorkspace, FlashInferPlan, num_tiles
 from nanovllm.ops.attention.plan_table import PlanMismatchError
-from nanovllm.types import Float, Float32, Int32, Tensor
+from nanovllm.types import Float, Float32, Int32, Int64, Tensor
 
 FA3_TILE = 128  # queries of a head that one thread block on Hopper takes, over all keys of a row, which it does not split
 FA3_MIN_TILES = 64
+
+
+COPIED_FROM = 2048  # new tokens of a row from which on it is faster to copy older ones out of the pages
+
+
+def kv_lines(
+    lens: Int32[np.ndarray, "B"], page_tables: Int32[np.ndarray, "B P"], num_kv_heads: int, page_size: int, device: torch.device
+) -> Int64[Tensor, "2 tokens K"]:
+    """Where a layer's pages, as lines of one head of one token, have the keys and the values of the first `lens` tokens of each row."""
+    row_of = np.repeat(np.arange(len(lens)), lens)
+    at = np.arange(len(row_of)) - np.repeat(lens.cumsum() - lens, lens)
+    pinned = torch.empty(2, len(at), 1, dtype=torch.int64, pin_memory=device.type == "cuda")
+    pinned.numpy()[..., 0] = page_tables[row_of, at // page_size], at % page_size
+    page, offset = pinned.to(device, non_blocking=True)
+    in_page = torch.arange(2 * num_kv_heads, device=device).view(2, 1, num_kv_heads) * page_size
+    return page * (2 * num_kv_heads * page_size) + in_page + offset
+
+
+def copied_kv(pages: Float[Tensor, "N 2 K S D"], lines: Int64[Tensor, "2 tokens K"]) -> tuple[Tensor, Tensor]:
+    """The keys and values `[tokens, K, D]` in the lines of `kv_lines`."""
+    k, v = torch.embedding(pages.view(-1, pages.shape[-1]), lines)
+    return k, v
 
 
 def prefill_kernel(num_tokens: int, num_rows: int, num_heads: int) -> str:
@@ -156,6 +178,7 @@ class PrefillPlan(FlashInferPlan):
         if self.backend != "fa2":
             self.load("fa3")  # now, so that the first long prompt does not wait for a build
         self.chosen, self.arrays, self.num_tokens, self.together = "fa2", (), 0, False
+        self.copied: Int64[Tensor, "2 tokens K"] | None = None  # where the keys and values are that are copied out of the pages
 
     def update(
         self,
@@ -172,7 +195,8 @@ class PrefillPlan(FlashInferPlan):
             seq_lens: Copy of the argument of `paged_prefill` on the host.
             page_tables: Copy of the argument of `paged_prefill` on the host. A table may have more pages than its row needs.
             together: Whether `run` will get the new tokens' keys and values as `new`. If no row has older tokens, fa3 reads them there
-                instead of in the pages, which is a fifth faster.
+                instead of in the pages, which is a fifth faster. If rows have at most as many older tokens as new ones, and many new
+                ones, their keys and values are copied out of the pages first.
 
         Raises:
             PlanMismatchError: There are more rows, pages or tokens than the plan was made for.
@@ -198,8 +222,17 @@ class PrefillPlan(FlashInferPlan):
         host[3 * rows + 2 : used] = page_tables[np.arange(width, dtype=np.int32) < counts[:, None]]
         self.chosen = prefill_kernel(num_tokens, given, self.num_heads) if self.backend == "auto" else self.backend
         bound = self.max_tokens or num_tokens
-        self.together = together and self.chosen == "fa3" and bool((lens == np.diff(qo)).all())
-        captured, (bounds, size) = self.max_tokens is not None, (qo, 1) if self.together else (kv, self.page_size)
+        total, fresh = int(lens.sum()), bool((lens == np.diff(qo)).all())
+        copied = num_tokens >= COPIED_FROM * given and total <= 2 * num_tokens
+        self.together = together and self.chosen == "fa3" and (fresh or copied)
+        self.copied = (
+            None if not self.together or fresh else kv_lines(lens, page_tables, self.num_kv_heads, self.page_size, self.ints.device)
+        )
+        captured, (bounds, size) = self.max_tokens is not None, (kv, self.page_size)
+        if self.together:  # then no index of a page is read, and the bounds are those of tokens
+            bounds, size = np.zeros_like(kv), 1
+            np.cumsum(lens, out=bounds[1:])
+            host[rows + 1 : 2 * rows + 2] = bounds
         longest = None if captured else int(seq_lens.max())
         self.commit(staging, self.chosen, used, qo, bounds, lens, bound, captured, self.causal, size, longest)
         indptrs, rest = self.ints[: 2 * rows + 2].view(2, rows + 1), self.ints[2 * rows + 2 :]
@@ -245,5 +278,6 @@ class PrefillPlan(FlashInferPlan):
         elif new is None:
             raise PlanMismatchError("the plan was updated with together=True but got no keys and values; pass new=(k, v)")
         else:
-            self.launch(self.chosen, schedule, q, new, self.arrays[:1] * 2, out, mask, scale, self.pdl, lse, NHD)
+            kv = new if self.copied is None else copied_kv(pages[layer], self.copied)
+            self.launch(self.chosen, schedule, q, kv, self.arrays[:2], out, mask, scale, self.pdl, lse, NHD)
         return out

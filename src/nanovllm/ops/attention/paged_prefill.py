@@ -51,7 +51,7 @@ def paged_prefill(
         scale: Factor of the scores, usually `D ** -0.5`.
         plan: 0 for the reference, or the handle of a `PrefillPlan`, a `TilePlan` or a cascade plan that was updated for this step.
         k: Keys of the new tokens, `[T, K, D]`, if they are also contiguous outside the pages. A plan may read them here if the rows have
-            no older tokens.
+            no older tokens, and copies all of them out of the pages if there are few older ones.
         v: Values of the new tokens, like `k`.
         window: Number of last tokens, itself included, that each query attends to; 0 means all.
         softcap: A score s becomes `softcap * tanh(s / softcap)` after scaling; 0 means no cap.

@@ -1,10 +1,13 @@
 """The collective operations of a model's layers, as custom ops: they take the handle of a group."""
 
+from collections.abc import Callable
+
 import torch
 
 from nanovllm.config import Mesh
 from nanovllm.ops.attention.plan_table import lookup
-from nanovllm.ops.distributed.group import Group
+from nanovllm.ops.distributed.group import Group, joined
+from nanovllm.ops.linear.linear_add_norm import added_norm
 from nanovllm.types import Float, Tensor
 
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
@@ -46,6 +49,33 @@ def all_reduce_add_norm(
 ) -> tuple[Float[Tensor, "T M"], Float[Tensor, "T M"]]:
     """As `all_reduce_add` with the sum of `parts` and `bias`, and the RMS norm of the result with weight `gain`."""
     return torch.ops.nanovllm.all_reduce_add_norm.default(parts, bias, x, gain, eps, mesh.group, slot)
+
+
+def begin_all_reduce(x: Float[Tensor, "..."], mesh: Mesh) -> Callable[[], Float[Tensor, "..."]]:
+    """Donates `x`. Begin the sum of a tensor over the ranks of a mesh, and return the function that waits for it.
+
+    A GPU may do other work meanwhile. All ranks begin the same sums in the same order. Traced code cannot contain the call.
+    """
+    return lookup(mesh.group, Group).begin_all_reduce(x)
+
+
+def begin_all_reduce_add(y: Float[Tensor, "T M"], x: Float[Tensor, "T M"], mesh: Mesh) -> Callable[[], Float[Tensor, "T M"]]:
+    """Donates `y`. Begin `x` plus the sum of `y` over the ranks of a mesh, as `begin_all_reduce`."""
+    wait = begin_all_reduce(y, mesh)
+    return lambda: x + wait()
+
+
+def begin_all_reduce_add_norm(
+    parts: Float[Tensor, "P T M"],
+    bias: Float[Tensor, "M"] | None,
+    x: Float[Tensor, "T M"],
+    gain: Float[Tensor, "M"],
+    eps: float,
+    mesh: Mesh,
+) -> Callable[[], tuple[Float[Tensor, "T M"], Float[Tensor, "T M"]]]:
+    """Donates `parts`. Begin what `all_reduce_add_norm` computes, as `begin_all_reduce`. The sum is rounded before `x` is added."""
+    wait = begin_all_reduce(joined(parts, bias, x.dtype), mesh)
+    return lambda: added_norm(wait(), x, gain, eps)
 
 
 def all_gather(x: Tensor, mesh: Mesh) -> Tensor:

@@ -27,6 +27,13 @@ class Group(Protocol):
         """The sum of the ranks' tensors, in a new tensor. Raises `EngineDeadError` if a rank has gone."""
         ...
 
+    def begin_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
+        """Donates `x`. Begin the sum of the ranks' tensors. The function that is returned waits for it, and is called once.
+
+        Between the two calls a GPU may do other work, and other sums may begin. Both raise `EngineDeadError` if a rank has gone.
+        """
+        ...
+
     def all_reduce_add(self, y: Tensor, x: Tensor, slot: int) -> Tensor:
         """`x` plus the sum of the ranks' `y`, rounded once. Consecutive calls have the slots 0 and 1 in turn."""
         ...

@@ -7,7 +7,7 @@ memory, and larger ones are summed by kernels that read the other GPUs' memory. 
 import atexit
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from nanovllm.config import Mesh
 from nanovllm.errors import EngineDeadError, InvalidRequestError
 from nanovllm.ops.attention.plan_table import register
-from nanovllm.ops.backends import dependent_launch, own_kernels
+from nanovllm.ops.backends import dependent_launch
 from nanovllm.ops.distributed.group import joined, side_by_side, summed, winners_of_pairs
 from nanovllm.ops.distributed.shared_memory import (
     ADDED,
@@ -34,7 +34,7 @@ from nanovllm.ops.distributed.shared_memory import (
     share_memory,
     slot_of,
 )
-from nanovllm.ops.linear.linear_add_norm import norm_add
+from nanovllm.ops.linear.linear_add_norm import added_norm, norm_add
 from nanovllm.types import Tensor
 
 ALIGNED = 16  # bytes that these kernels read at once
@@ -74,13 +74,33 @@ class ProcessGroup:
                 from nanovllm.ops.distributed.triton_meetings import reduce
 
                 return reduce(x.contiguous(), None, self._shared, 0, GATHERED, dependent_launch(self.device))
-            if self._shared is not None and self._fits(x, STAGE):
+            if self._shared is not None and not self._by_nccl(x):
                 from nanovllm.ops.distributed.triton_meetings import reduce_in_shares
 
                 return reduce_in_shares(x.contiguous(), self._shared, 0, GATHERED, dependent_launch(self.device))
             out = x.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(out, group=self._group)
             return out
+
+    def begin_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
+        """Donates `x`. Begin a sum by NCCL, on its own stream. Smaller sums use memory that only one stream may use, and are taken at once.
+
+        NCCL takes sums in the order in which they begin.
+        """
+        if not x.is_cuda or not self._by_nccl(x):
+            total = self.all_reduce(x)
+            return lambda: total
+        out = x.contiguous()
+        with self._watched():
+            work = dist.all_reduce(out, group=self._group, async_op=True)
+        assert work is not None
+
+        def wait() -> Tensor:
+            with self._watched():
+                work.wait()  # the current stream waits, not the host
+            return out
+
+        return wait
 
     def all_reduce_add(self, y: Tensor, x: Tensor, slot: int) -> Tensor:
         """The sum of the ranks' tensors and of `x`."""
@@ -101,10 +121,8 @@ class ProcessGroup:
         served = self._shared is not None and len(x) <= FLAGS // (4 * self.size) and self._fits(x, ADDED) and gain.is_contiguous()
         if self._shared is None or not served:
             own = joined(parts, bias, x.dtype)
-            if gain.is_contiguous() and own_kernels(x.device, x.dtype) and x.nbytes > ADDED:
-                from nanovllm.ops.linear.triton_many_rows import sum_norm
-
-                return sum_norm(self.all_reduce(own).unsqueeze(0), None, x.contiguous(), gain, eps, dependent_launch(self.device))
+            if x.nbytes > ADDED:
+                return added_norm(self.all_reduce(own), x, gain, eps)
             added = self.all_reduce_add(own, x, slot)
             return added, norm_add(added, gain, None, eps)
         given = parts.contiguous(), bias, x.contiguous(), gain, eps, self._shared
@@ -165,6 +183,10 @@ class ProcessGroup:
         """Let go of the group. Its threads must end before the interpreter does, which aborts the process otherwise."""
         self._group = None
 
+    def _by_nccl(self, x: Tensor) -> bool:
+        """Whether NCCL sums the ranks' tensors."""
+        return self._shared is None or not self._fits(x, STAGE)
+
     def _fits(self, x: Tensor, most: int) -> bool:
         floats = x.dtype in (torch.bfloat16, torch.float16, torch.float32)
         return floats and 0 < x.nbytes <= most and x.nbytes % (ALIGNED * self.size) == 0
@@ -217,13 +239,24 @@ def make_mesh(device: torch.device | str | None = None) -> Mesh:
         if missing:
             raise InvalidRequestError(f"make_mesh: {' and '.join(missing)} not set: start the program by torchrun")
         backend = "gloo" if where.type == "cpu" else "cpu:gloo,cuda:nccl"
-        own: dict[str, Any] = {} if where.type == "cpu" else {"device_id": where}
-        dist.init_process_group(backend, timeout=timedelta(minutes=MINUTES), **own)
+        timeout = timedelta(minutes=MINUTES)
+        own: dict[str, Any] = {} if where.type == "cpu" else {"device_id": where, "pg_options": nccl_options(timeout)}
+        dist.init_process_group(backend, timeout=timeout, **own)
     world = dist.group.WORLD
     assert world is not None
     mesh = mesh_of(world, where)
     atexit.register(_leave, weakref.ref(mesh.owner), ends=begun and where.type == "cpu")  # NCCL would wait for graphs that use it
     return mesh
+
+
+def nccl_options(timeout: timedelta) -> Any:
+    """The options of NCCL for a group whose operations wait for the other ranks for so long.
+
+    Sums that are begun ahead run beside products that fill the GPU. With a high priority they get the next multiprocessors that are free.
+    """
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout
+    return options
 
 
 def _leave(group: "weakref.ref[Any]", *, ends: bool) -> None:

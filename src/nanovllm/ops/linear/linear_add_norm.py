@@ -71,6 +71,18 @@ def norm_add(x: Float[Tensor, "B M"], gain: Float[Tensor, "M"], residual: Float[
     return torch.ops.nanovllm.norm_add.default(x, gain, residual, eps)
 
 
+def added_norm(
+    y: Float[Tensor, "B M"], residual: Float[Tensor, "B M"], gain: Float[Tensor, "M"], eps: float
+) -> tuple[Float[Tensor, "B M"], Float[Tensor, "B M"]]:
+    """Compute `residual + y` and its RMS norm, rounded where the plain functions round, in one launch on a GPU."""
+    if not gain.is_contiguous() or not own_kernels(y.device, y.dtype):
+        added = residual + y
+        return added, norm_add(added, gain, None, eps)
+    from nanovllm.ops.linear import triton_many_rows
+
+    return triton_many_rows.sum_norm(y.unsqueeze(0), None, residual.contiguous(), gain, eps, dependent_launch(y.device))
+
+
 @torch.library.register_fake("nanovllm::linear_add_norm", lib=_LIBRARY)
 def _fake(x, weight, bias, residual, gain, eps, cut=(), inner=None):
     return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
