@@ -28,6 +28,7 @@ from nanovllm.ops.distributed.shared_memory import (
     PUSHED,
     PUSHED_ROWS,
     ROW,
+    SHARES,
     STAGE,
     WORD,
     WORDS,
@@ -65,6 +66,7 @@ class ProcessGroup:
         """The sum of the ranks' tensors."""
         if not x.is_cuda:
             return summed(self._gathered(x))
+        self.require_all()  # launches after the end of a rank would only delay the error
         with self._watched():
             if self._shared is not None and self._fits(x, self.pushed):
                 from nanovllm.ops.distributed.triton_pushes import pushed
@@ -185,7 +187,7 @@ class ProcessGroup:
 
     def _by_nccl(self, x: Tensor) -> bool:
         """Whether NCCL sums the ranks' tensors."""
-        return self._shared is None or not self._fits(x, STAGE)
+        return self._shared is None or not self._fits(x, SHARES)
 
     def _fits(self, x: Tensor, most: int) -> bool:
         floats = x.dtype in (torch.bfloat16, torch.float16, torch.float32)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nanovllm.ops.distributed import shared_memory
 from nanovllm.ops.distributed.shared_memory import Shared
 from nanovllm.ops.triton_parts import gained, launch_options
 from nanovllm.types import Tensor
@@ -20,33 +21,49 @@ from nanovllm.types import Tensor
 BLOCK = 1024  # elements of a program that sums
 COLUMNS = 4096  # columns of a program that gathers
 SHARED = 4096  # elements of a program whose ranks share the summing
+GIVEN_UP = tl.constexpr(shared_memory.GIVEN_UP)
 SPINS = tl.constexpr(200_000_000)  # tries before a wait fails: some minutes
 # Tries between two looks at whether the host has given up: some 10 ms. The looks of all programs go over PCIe one after another, half a
 # microsecond each. If a rank that is late by less than that made the others look, they would be late for the next launch, and so on.
 LOOK = tl.constexpr(1 << 15)
+# Tries between two looks at whether an earlier launch of this GPU has found that out, in its own memory: some 100 us. All launches that are
+# still queued then end without waiting as long.
+NEAR = tl.constexpr(1 << 7)
 
 
 @triton.jit
-def exchanged(flag, expected, then, failed):
+def hopeless(own, failed, left):
+    """Whether to stop waiting, with `left` tries left: the host has given up. `own` is the address of this GPU's memory.
+
+    Warps may read different numbers from the host's memory. An atomic operation tells all of them the same.
+    """
+    given_up = (own + GIVEN_UP).to(tl.pointer_type(tl.int32))
+    if left % LOOK == 0:
+        tl.store(given_up, 1, mask=tl.load(failed, volatile=True) != 0)
+    return tl.atomic_or(given_up, 0, sem="relaxed") != 0
+
+
+@triton.jit
+def exchanged(flag, expected, then, own, failed):
     """Exchange the value of a flag for another one, once it is the expected one. Returns whether it was, or the host has given up."""
     found = tl.atomic_cas(flag, expected, then, sem="acq_rel", scope="sys")
     left = SPINS
     while (found != expected) & (left > 0):
         found = tl.atomic_cas(flag, expected, then, sem="acq_rel", scope="sys")
         left -= 1
-        if left % LOOK == 0:
-            left = tl.where(tl.load(failed, volatile=True) != 0, 0, left)
+        if left % NEAR == 0:
+            left = tl.where(hopeless(own, failed, left), 0, left)
     return found == expected
 
 
 @triton.jit
-def _tell(table, flags, program, rank, failed, SIZE: tl.constexpr):
+def _tell(table, own, flags, program, rank, failed, SIZE: tl.constexpr):
     """Set this rank's flags on the other GPUs. Returns whether all could be set."""
     good = True
     for peer in tl.static_range(SIZE):  # pyright: ignore[reportGeneralTypeIssues]
         if peer != rank:
             there = (tl.load(table + peer) + flags).to(tl.pointer_type(tl.int32)) + program * SIZE + rank
-            good = good & exchanged(there, 0, 1, failed)
+            good = good & exchanged(there, 0, 1, own, failed)
     return good
 
 
@@ -57,7 +74,7 @@ def _hear(own, flags, program, rank, failed, SIZE: tl.constexpr):
     for peer in tl.static_range(SIZE):  # pyright: ignore[reportGeneralTypeIssues]
         if peer != rank:
             mine = (own + flags).to(tl.pointer_type(tl.int32)) + program * SIZE + peer
-            good = good & exchanged(mine, 1, 0, failed)
+            good = good & exchanged(mine, 1, 0, own, failed)
     return good
 
 
@@ -65,7 +82,7 @@ def _hear(own, flags, program, rank, failed, SIZE: tl.constexpr):
 def _meet(table, own, flags, program, rank, failed, SIZE: tl.constexpr):
     """Wait until the programs of this number on all GPUs have come here. What they stored before can then be read."""
     tl.debug_barrier()
-    told = _tell(table, flags, program, rank, failed, SIZE)
+    told = _tell(table, own, flags, program, rank, failed, SIZE)
     heard = _hear(own, flags, program, rank, failed, SIZE)
     tl.debug_barrier()
     if not (told & heard):

@@ -28,7 +28,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.ops.distributed.shared_memory import PIECE, PIECE_PLACES, PIECE_TURNS, ROW, ROW_PLACES, ROW_TURNS, Shared
-from nanovllm.ops.distributed.triton_meetings import LOOK, SPINS
+from nanovllm.ops.distributed.triton_meetings import NEAR, SPINS, hopeless
 from nanovllm.ops.triton_parts import gained, launch_options
 from nanovllm.types import Tensor
 
@@ -75,8 +75,8 @@ def _exchanged(words, here, program, peers, own, places, turns, failed, rank, PL
     while (state == 1) & (left > 0):
         found = tl.load(mine, mask=waits, other=0, volatile=True)
         left -= 1
-        if left % LOOK == 0:
-            gone = tl.where(tl.load(failed, volatile=True) != 0, 2, 0)
+        if left % NEAR == 0:
+            gone = tl.where(hopeless(own, failed, left), 2, 0)
         state = _state(found, gone)
     if state != 0:
         tl.store(failed, 1)

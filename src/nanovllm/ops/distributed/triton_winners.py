@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.ops.distributed.shared_memory import Shared
-from nanovllm.ops.distributed.triton_meetings import LOOK, SPINS, exchanged
+from nanovllm.ops.distributed.triton_meetings import NEAR, SPINS, exchanged, hopeless
 from nanovllm.types import Tensor
 
 _LOW = tl.constexpr(0x7FFFFFFF)
@@ -27,15 +27,15 @@ def _word(value, token_id):
 
 
 @triton.jit
-def _taken(place, empty, failed):
+def _taken(place, empty, own, failed):
     """Take the word out of a place, once there is one. `empty` if the host has given up."""
     word = tl.atomic_xchg(place, empty, sem="acq_rel", scope="sys")
     left = SPINS
     while (word == empty) & (left > 0):
         word = tl.atomic_xchg(place, empty, sem="acq_rel", scope="sys")
         left -= 1
-        if left % LOOK == 0:
-            left = tl.where(tl.load(failed, volatile=True) != 0, 0, left)
+        if left % NEAR == 0:
+            left = tl.where(hopeless(own, failed, left), 0, left)
     return word
 
 
@@ -50,15 +50,15 @@ def _winner(best, best_id, out, table, failed, num_blocks, rank, words, SIZE: tl
     last = tl.max(tl.where(there, ids, 0), 0)  # NaN does not equal itself
     word = _word(tl.max(y, 0), tl.min(tl.where((y == tl.max(y, 0)) & there, ids, last), 0))
     empty = word - word
-    good = True
+    own, good = tl.load(table + rank), True
     for peer in tl.static_range(SIZE):  # pyright: ignore[reportGeneralTypeIssues]
         if peer != rank:
             place = (tl.load(table + peer) + words).to(tl.pointer_type(tl.int64)) + row * SIZE + rank
-            good = good & exchanged(place, empty, word, failed)
-    own = (tl.load(table + rank) + words).to(tl.pointer_type(tl.int64)) + row * SIZE
+            good = good & exchanged(place, empty, word, own, failed)
+    places = (own + words).to(tl.pointer_type(tl.int64)) + row * SIZE
     for peer in tl.static_range(SIZE):  # pyright: ignore[reportGeneralTypeIssues]
         if peer != rank:
-            found = _taken(own + peer, empty, failed)
+            found = _taken(places + peer, empty, own, failed)
             good = good & (found != empty)
             word = tl.where(found != empty, tl.maximum(word, found), word)
     if not good:
