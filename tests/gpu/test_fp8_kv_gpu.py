@@ -90,7 +90,7 @@ def test_moving(heads: int, size: int, head_dim: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("rows", "heads", "kv_heads", "head_dim"),
-    [(1, 16, 8, 128), (4, 28, 4, 128), (16, 16, 8, 128), (48, 6, 2, 80), (64, 16, 8, 64), (24, 16, 8, 256)],
+    [(1, 16, 8, 128), (4, 28, 4, 128), (8, 32, 8, 128), (16, 16, 8, 128), (48, 6, 2, 80), (64, 16, 8, 64), (24, 16, 8, 256)],
 )
 def test_decoding(rows: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, limits: tuple[int, float]) -> None:
     lens = [17 + 61 * row % 700 for row in range(rows)]
@@ -98,7 +98,7 @@ def test_decoding(rows: int, heads: int, kv_heads: int, head_dim: int, dtype: to
     pages = fp8_pages(plain)
     q_and_k = tuple(t.float() for t in (qkv, q_gain, k_gain))
     want = rope_attend(*q_and_k, cos, sin, pages.clone(), layer, *rest, 0, *limits)
-    plan = FusedDecodePlan(rows, heads, kv_heads, head_dim, CUDA)
+    plan = FusedDecodePlan(rows, heads, kv_heads, head_dim, CUDA, fp8=True)
     written = pages.clone()
     got = rope_attend(qkv, q_gain, k_gain, cos, sin, written, layer, *rest, plan.handle, *limits)
     torch.testing.assert_close(got.float(), want, rtol=3e-2, atol=3e-2)

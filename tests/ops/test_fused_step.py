@@ -194,10 +194,30 @@ def test_a_plan_holds_parts_only_where_rows_are_split(rows: int) -> None:
     assert plan.parts.numel() + plan.stats.numel() == (130 if rows > 16 else rows * 16 * plan.splits * 130)
 
 
-def test_long_rows_in_fp8_are_left_to_another_kernel() -> None:
-    plain, eight = (FusedDecodePlan(2, 16, 8, 128, torch.device("cpu"), fp8=fp8) for fp8 in (False, True))
-    for lens, both in (([4000, 96], (True, True)), ([4000, 97], (True, False)), ([16000, 385], (False, False))):
-        assert tuple(plan.serves(np.array(lens, np.int32)) for plan in (plain, eight)) == both
+def test_rows_of_unlike_lengths_are_left_to_another_kernel() -> None:
+    """Few rows of many tokens: in FP8 those that differ in length, and otherwise all."""
+    plain, eight = (FusedDecodePlan(4, 16, 8, 128, torch.device("cpu"), fp8=fp8) for fp8 in (False, True))
+    rows = {
+        (4000, 50, 40, 6): (True, True), (4000, 50, 40, 7): (True, False), (2000, 1100, 900, 900): (True, True),
+        (16000, 9000, 9000, 9000): (False, True), (16000, 5000, 5000, 5000): (False, False),
+    }  # fmt: skip
+    for lens, both in rows.items():
+        assert tuple(plan.serves(np.array(lens, np.int32)) for plan in (plain, eight)) == both, lens
+
+
+def test_long_rows_in_fp8_need_programs_enough() -> None:
+    few, many = (FusedDecodePlan(1, 16, kv_heads, 128, torch.device("cpu"), fp8=True) for kv_heads in (2, 4))
+    assert many.serves(np.array([50_000], np.int32)) and not few.serves(np.array([4097], np.int32))
+    assert few.serves(np.array([4096], np.int32))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 16, 17, 64])
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+def test_tiles_in_fp8_have_registers_and_memory(head_dim: int, rows: int) -> None:
+    for memory in (200_000, 158_720, 93_184):
+        tile, warps, stages, splits = cut_of(rows, head_dim, memory, fp8=True)
+        assert stages * tile * 2 * head_dim <= memory and 1 <= splits <= 64
+        assert stages or 2 * tile * head_dim <= 64 * 4 * 32 * warps  # bytes of a tile, in 64 registers of each thread
 
 
 @pytest.mark.interpret

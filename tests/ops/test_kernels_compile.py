@@ -288,6 +288,7 @@ def test_sums_over_ranks(compiled: Compiled, size: int, dtype: torch.dtype) -> N
     for residual in (None, y):
         triton_meetings.reduce(y, residual, shared, 0, 0, compiled.pdl)
     triton_meetings.reduce_norm(y.unsqueeze(0), None, y, gain, 1e-6, shared, 0, 0, compiled.pdl)
+    triton_meetings.reduce_in_shares(y, shared, 0, 0, compiled.pdl)
     triton_meetings.gather_columns(y, 8192, shared, 0, 0)
     compiled.check()
 
@@ -316,7 +317,7 @@ def test_filters(compiled: Compiled, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("rows", "heads", "kv_heads", "head_dim", "dtype"),
-    [(1, 16, 8, 128, BF16), (32, 6, 2, 80, BF16), (24, 16, 8, 256, BF16), (64, 16, 8, 64, torch.float16)],
+    [(1, 16, 8, 128, BF16), (8, 32, 8, 128, BF16), (32, 6, 2, 80, BF16), (24, 16, 8, 256, BF16), (64, 16, 8, 64, torch.float16)],
 )
 def test_kernels_over_kv_in_fp8(
     compiled: Compiled, rows: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -346,7 +347,7 @@ def test_kernels_over_kv_in_fp8(
     assert cascade.update([Run(rows=np.arange(rows, dtype=np.int32), start=0, stop=1)])
     prompts = TilePlan(rows, rows, heads, kv_heads, CPU)
     for limits in LIMITS:
-        plan = FusedDecodePlan(rows, heads, kv_heads, head_dim, CPU)
+        plan = FusedDecodePlan(rows, heads, kv_heads, head_dim, CPU, fp8=True)
         triton_rope_attend.launch(*near, tables, lens, slots, scale, eps, plan, compiled.pdl, *limits)
         triton_cascade.cascade_decode(q, pages[0], tables, lens, scale, cascade, *limits)
         triton_prompts.attend_tiles(q, pages[0], tables, scale, prompts, *limits)

@@ -325,7 +325,7 @@ def test_default_tiles_fit(kind: Kind, outputs: int, width: int, gated: bool, gr
     matrix = quantised_problem(kind, 2, width, group=group, gpu=True)
     matrix = replace(matrix, codes=torch.empty(outputs, matrix.codes.shape[1], dtype=matrix.codes.dtype, device="meta"))
     tile = few_tile(matrix, gated)
-    assert few_fits(tile, matrix, gated) and tile.outputs >= 2
+    assert few_fits(tile, matrix, gated) and tile.outputs >= (1 if width > 8192 else 2)
     for memory in (200_000, 158_720, 93_184):
         for rows in (1, 8, 16, 33, 64, 200, 512):
             for split in (False, True) if not gated else (False,):

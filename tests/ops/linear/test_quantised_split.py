@@ -1,5 +1,6 @@
 """The kernel whose warps divide the inputs, under Triton's interpreter: against float64, over every form that it serves."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,17 @@ import torch
 
 from nanovllm.ops.linear.quantise import KINDS, Kind
 from nanovllm.ops.linear.quantised import gpu_layout
-from nanovllm.ops.linear.quantised_tiles import SPLIT_FROM, SPLIT_ROWS, SplitTile, serves_few, serves_split, split_fits, split_tile
+from nanovllm.ops.linear.quantised_tiles import (
+    LARGE,
+    SPLIT_FROM,
+    SPLIT_ROWS,
+    SplitTile,
+    large,
+    serves_few,
+    serves_split,
+    split_fits,
+    split_tile,
+)
 from nanovllm.testing.quantised_problems import quantised_problem
 from tests.ops.linear.test_quantised_kernels import block, error, every_code, inputs, product_problem, quiet
 
@@ -121,12 +132,15 @@ def test_default_tiles_fit(kind: Kind, outputs: int, width: int, gated: bool, gr
 
 
 def test_which_matrices_are_served() -> None:
-    """Those with whole blocks of columns and scales for runs of columns; 8 bits only from some rows on."""
+    """Those with whole blocks of columns and scales for runs of columns; 8 bits only from some rows on, fewer with a large matrix."""
     for kind in KINDS:
         usual = quantised_problem(kind, 16, 512, group=128, gpu=True)
-        assert serves_split(usual, SPLIT_ROWS) and not serves_split(usual, SPLIT_ROWS + 1)
-        for rows in (1, 2, 3):
-            assert serves_few(usual, rows) == (not serves_split(usual, rows)) == (rows < SPLIT_FROM[kind])
+        wide = replace(usual, codes=torch.empty(LARGE // usual.width, usual.width, dtype=usual.codes.dtype, device="meta"))
+        assert not large(usual) and large(wide)
+        for matrix, least in ((wide, SPLIT_FROM[kind][0]), (usual, SPLIT_FROM[kind][1])):
+            assert serves_split(matrix, SPLIT_ROWS) and not serves_split(matrix, SPLIT_ROWS + 1)
+            for rows in (1, 2, 3):
+                assert serves_few(matrix, rows) == (not serves_split(matrix, rows)) == (rows < least)
     for columns, group in ((520, 128), (512, 40)):
         odd = quantised_problem("int4", 16, columns, group=group, gpu=True)
         assert not serves_split(odd, 1) and serves_few(odd, 1)

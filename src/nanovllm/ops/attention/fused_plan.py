@@ -11,7 +11,8 @@ from nanovllm.ops.cuts import CutError, powers_of_two
 from nanovllm.types import Int32
 
 MOST_TOKENS, MOST_TILES = 1 << 14, 16  # limits for a batch of few rows: tokens of the batch, tiles of one program
-FP8_TOKENS = 1 << 12  # tokens of the batch in FP8: with more, `ops/attention/triton_cascade.py` is expected to be quicker (not measured)
+FP8_TOKENS = 1 << 12  # tokens of a batch in FP8 whose rows may differ in length as they like
+FP8_PROGRAMS = 128  # with fewer, rows of many tokens in FP8 leave multiprocessors idle
 PIPELINED = 16  # with more rows there are enough programs to keep many tiles in flight
 # (largest number of rows, tile configuration). A configuration is chosen so that a GPU's multiprocessors finish at the same time. So the
 # best number of programs does not grow steadily with the rows.
@@ -19,12 +20,14 @@ MANY = (
     (48, (64, 4, 3, 1)), (64, (32, 2, 4, 1)), (96, (64, 4, 3, 1)), (128, (32, 2, 4, 1)), (160, (64, 4, 2, 1)), (192, (32, 2, 3, 1)),
     (224, (64, 4, 2, 1)), (0, (32, 2, 4, 1)),
 )  # fmt: skip
+# The same for few rows in FP8. Its tiles have half the bytes, so more tokens or more tiles are in flight.
+FEW_FP8 = ((2, (128, 4, 0, 32)), (8, (64, 2, 4, 8)), (PIPELINED, (64, 2, 4, 4)))
 WIDE = 128  # with more channels per head, the keys and values of a tile and the next tile need the registers of 8 warps
 LONG = 1024  # a row of so many tokens does not delay the other rows of a batch of many rows
 
 
-def cut_of(batch_size: int, head_dim: int, memory: int) -> tuple[int, int, int, int]:
-    """Return the tile configuration that was the fastest of those tried on an H200: (tile, warps, stages, splits).
+def cut_of(batch_size: int, head_dim: int, memory: int, *, fp8: bool = False) -> tuple[int, int, int, int]:
+    """Return the tile configuration that was the fastest of those tried on an H200, or an H100 in FP8: (tile, warps, stages, splits).
 
     The numbers are tokens per tile, warps per program, tiles in flight (0: one tile, in registers) and splits per row, a power of two.
     Tiles in flight use at most `memory` bytes of shared memory.
@@ -33,6 +36,10 @@ def cut_of(batch_size: int, head_dim: int, memory: int) -> tuple[int, int, int, 
         best = next(cut for rows, cut in MANY if batch_size <= rows or not rows)
         token = 4 << (head_dim - 1).bit_length()  # bytes of its key and value
         return next(cut for cut in (best, (32, 2, 3, 1), (32, 2, 2, 1), (16, 2, 2, 1)) if cut[0] * cut[2] * token <= memory)
+    if fp8:
+        tile, warps, stages, splits = next(cut for rows, cut in FEW_FP8 if batch_size <= rows)
+        most = memory // (2 * tile << (head_dim - 1).bit_length())
+        return tile, warps if head_dim <= WIDE or stages else 8, min(stages, max(1, most)), splits
     warps, splits = next(cut for rows, cut in ((2, (4, 32)), (4, (8, 4)), (8, (8, 2)), (PIPELINED, (4, 2))) if batch_size <= rows)
     return 64, warps if head_dim <= WIDE else 8, 0, splits
 
@@ -59,12 +66,11 @@ class FusedDecodePlan:
         self, batch_size: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device, cut: Sequence[int] = (), *,
         fp8: bool = False,
     ):  # fmt: skip
-        self.most_tokens = FP8_TOKENS if fp8 else MOST_TOKENS
-        self.batch_size, self.num_heads, self.num_kv_heads, self.head_dim = batch_size, num_heads, num_kv_heads, head_dim
+        self.fp8, self.batch_size, self.num_heads, self.num_kv_heads, self.head_dim = fp8, batch_size, num_heads, num_kv_heads, head_dim
         memory = shared_memory(device) if device.type == "cuda" else LARGEST
         if cut and not attention_fits(cut, head_dim, memory):
             raise CutError(f"cut {tuple(cut)} (tile, warps, stages, splits) does not fit head_dim {head_dim} in {memory} bytes of memory")
-        self.tile, self.warps, self.stages, self.splits = cut or cut_of(batch_size, head_dim, memory)
+        self.tile, self.warps, self.stages, self.splits = cut or cut_of(batch_size, head_dim, memory, fp8=fp8)
         # Rows that are not split have no partial results: the kernel gets addresses that it never uses.
         shape = (1, 1, 1) if self.splits == 1 else (batch_size, num_heads, self.splits)
         self.parts = torch.empty((*shape, head_dim), dtype=torch.float32, device=device)
@@ -75,6 +81,9 @@ class FusedDecodePlan:
     def serves(self, lens: Int32[np.ndarray, "B"]) -> bool:
         """Return whether this plan reads rows of these lengths about as fast as a kernel that splits each row by its length."""
         total, longest = int(lens.sum()), int(lens.max())
+        if self.fp8 and self.batch_size <= PIPELINED:
+            many = self.splits * self.batch_size * self.num_kv_heads >= FP8_PROGRAMS
+            return total <= FP8_TOKENS or (many and longest * len(lens) <= 2 * total)
         if self.stages:
             return longest <= self.splits * max(LONG, total // 8)
-        return total <= self.most_tokens and longest <= MOST_TILES * self.tile * self.splits
+        return total <= MOST_TOKENS and longest <= MOST_TILES * self.tile * self.splits

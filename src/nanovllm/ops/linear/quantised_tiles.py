@@ -13,16 +13,18 @@ from nanovllm.ops.linear.code_layouts import BLOCK
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 
 SUMMED = 4  # rows of the kernel for few rows, at most: each row is in registers
-SUMMED_ROWS = 2  # up to so many rows, it is the default
+SUMMED_ROWS = 2  # up to so many rows, it is the default, unless the next one is
 SPLIT_ROWS = 16  # of the kernel whose warps divide the inputs, at most
 SUMMED_PARTS = 64  # rows up to which parts of a product are summed by a kernel of their own
-SPLIT_FROM = MappingProxyType({"int4": 1, "int8": 3, "fp8": 3})  # the least rows that it multiplies by default
+# The least rows that it multiplies by default, with a matrix of at least `LARGE` bytes of codes, and with a smaller one.
+SPLIT_FROM = MappingProxyType({"int4": (1, 1), "int8": (1, 3), "fp8": (2, 3)})
+LARGE = 8 << 20
 GATED_ROWS = 64  # with 4-bit codes: above it, a product and its gate are two launches, because a program has no room for two matrices
 FUSED_ROWS = 512  # above it, a matrix is dequantised into memory once and torch multiplies
 SCRATCH = 32 << 20  # bytes of dequantised weights at once, which stay in an H200's L2
 PROGRAMS = 256  # about two for each multiprocessor
 WIDEST = 32768  # inputs whose rows fit into the registers of one program
-HELD = 64  # registers of a thread for the codes on the way, by default
+HELD = 32  # registers of a thread for the codes on the way, by default, for each matrix
 MOST_HELD = 160  # at most
 VECTOR = 8  # bytes of codes that a thread loads at once, so that the inputs that belong to them are loaded by the same thread
 
@@ -127,7 +129,12 @@ def serves_few(matrix: QuantisedMatrix, rows: int) -> bool:
 def serves_split(matrix: QuantisedMatrix, rows: int) -> bool:
     """Return whether the kernel whose warps divide the inputs is the one that multiplies so many rows with this matrix."""
     whole = len(matrix.shape) == 2 and matrix.columns % BLOCK == 0 and scale_form(matrix, BLOCK // matrix.fields) != "spread"
-    return SPLIT_FROM[matrix.kind] <= rows <= SPLIT_ROWS and whole
+    return SPLIT_FROM[matrix.kind][0 if large(matrix) else 1] <= rows <= SPLIT_ROWS and whole
+
+
+def large(matrix: QuantisedMatrix) -> bool:
+    """Return whether reading a matrix takes so long that it counts more than how soon a program has its result."""
+    return matrix.shape[0] * matrix.width * 2 >= LARGE
 
 
 def regular(matrix: QuantisedMatrix) -> bool:
@@ -149,16 +156,21 @@ def few_fits(tile: FewTile, matrix: QuantisedMatrix, gated: bool) -> bool:
 
 
 def few_tile(matrix: QuantisedMatrix, gated: bool) -> FewTile:
-    """Choose the tile configuration for few rows.
+    """Choose the tile configuration for few rows, by what `nanovllm tune` found for Qwen3-0.6B and Qwen3-8B.
 
-    A row of codes is read in at most 4 steps, and codes fill `HELD` registers, or fewer where few outputs would leave multiprocessors idle.
+    Threads of a small matrix have few codes each, so that a program ends soon. Those of a larger one read a row in at most 4 steps, and
+    codes fill `HELD` registers, or fewer where few outputs would leave multiprocessors idle. A program has one output if its row is longer.
     """
     rows = matrix.shape[0] // (2 if gated else 1)
-    warps = 1
-    while warps < 8 and steps_of(matrix, warps) > (2 if warps < 4 else 4):
+    soon, warps = not gated and not large(matrix), 1
+    while warps < (16 if soon else 8) and steps_of(matrix, warps) > (1 if soon else 4 if gated or warps >= 4 else 2):
         warps *= 2
-    held = steps_of(matrix, warps) * VECTOR // 4 * (2 if gated else 1)
-    outputs = 1 << max(0, (HELD // held).bit_length() - 1)
+    if soon:
+        outputs = 4
+    elif not gated and steps_of(matrix, warps) > 4:
+        outputs = 1
+    else:
+        outputs = 1 << max(0, (HELD // (steps_of(matrix, warps) * VECTOR // 4)).bit_length() - 1)
     while outputs > 2 and rows // outputs < PROGRAMS:
         outputs //= 2
     return FewTile(outputs=min(outputs, 16), warps=warps)
