@@ -17,7 +17,7 @@ the median of `--repeats` times in milliseconds:
 `--turn` new tokens and gets a reply of `--reply` tokens, which both become part of the history. `--at-once` users come at the same time,
 and the next ones when all have their replies. The pages of the device hold a quarter of all histories. There are the milliseconds to the
 first token, the visits per second, and the prompt tokens that ran, that were reused, that were loaded from host memory and that were read
-from the disk. The ways are the device alone, with host memory, and with `--kv-dir` also with files.
+from the disk. The ways are the device alone, with host memory, and with `--kv-dir` also with files; `--ways` chooses.
 """
 
 import argparse
@@ -40,6 +40,7 @@ from nanovllm.entrypoints.process import freeze
 from nanovllm.state.kv_cache import pages_for
 
 PAGE = 16
+WAYS = ("device_only", "host_memory", "disk")
 SIZES = ("prompt", "repeats", "users", "history", "turn", "reply", "visits", "at_once")
 
 
@@ -180,21 +181,27 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--host-kv-gib", type=float, default=16.0, help="GiB of host memory (default: %(default)s)")
     parser.add_argument("--kv-dir", type=Path, metavar="DIR", help="an empty folder on the disk to measure (default: none is measured)")
     parser.add_argument("--kv-dir-gib", type=float, default=64.0, help="size limit of the files in it in GiB (default: %(default)s)")
+    parser.add_argument("--ways", metavar="WAY,...", help=f"of {', '.join(WAYS)} (default: all, disk only with --kv-dir)")
     parser.add_argument("--kv-dtype", choices=["fp8"], help="the dtype of keys and values (default: the model's)")
     parser.add_argument("--commit", help="commit to record (default: the commit that git reports)")
     parser.add_argument("--output", type=Path, help="write the results to this JSON file")
     options = parser.parse_args(arguments)
     if options.at_once > options.users:
         parser.error(f"--at-once {options.at_once} is more than --users {options.users}")
+    ways = options.ways.split(",") if options.ways else [way for way in WAYS if way != "disk" or options.kv_dir is not None]
+    if unknown := set(ways) - set(WAYS):
+        parser.error(f"unknown way {', '.join(sorted(unknown))}; choose from {', '.join(WAYS)}")
+    if "disk" in ways and options.kv_dir is None:
+        parser.error("the way disk needs --kv-dir")
     model, name = find_model(options)
     freeze()
     results: dict[str, Any] = {"first_token_ms": first_tokens(model, options)}
-    if options.kv_dir is not None:
+    if "disk" in ways:
         results["first_token_ms"] |= from_disk(model, options)
     print("first_token_ms", json.dumps(results["first_token_ms"]), flush=True)
     results["users"] = {}
-    ways = [("device_only", 0.0, None), ("host_memory", options.host_kv_gib, None)]
-    for way, gib, folder in [*ways, ("disk", options.host_kv_gib, options.kv_dir)] if options.kv_dir else ways:
+    for way in ways:
+        gib, folder = 0.0 if way == "device_only" else options.host_kv_gib, options.kv_dir if way == "disk" else None
         results["users"][way] = users(model, options, gib, folder)
         print(way, json.dumps(results["users"][way]), flush=True)
     settings = " ".join(f"--{each.replace('_', '-')} {getattr(options, each)}" for each in SIZES)

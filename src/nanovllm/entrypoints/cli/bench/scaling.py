@@ -131,21 +131,21 @@ def grow(engine: Engine, ceiling: Ceiling, settings: Settings) -> Iterator[tuple
         "batch": [(rows, settings.context) for rows in settings.batches],
         "context": [(rows, context) for rows in settings.rows for context in settings.contexts],
     }
-    for curve, points in sizes.items():
+    for curve, asked in sizes.items():
         kept, left = [], []
-        for rows, context in points:
+        for rows, context in asked:
             if why := obstacle(engine.state.config, rows, _prompt_len(context, settings.steps), settings.steps):
                 left.append(LeftOut(curve=curve, rows=rows, context=context, why=why))
             else:
                 kept.append((rows, context))
-        growth = replace(growth, left_out=(*growth.left_out, *left), **{curve: tuple(_points(engine, ceiling, kept, settings.steps))})
+        growth = replace(growth, left_out=(*growth.left_out, *left), **{curve: tuple(points(engine, ceiling, kept, settings.steps))})
         yield curve, growth
     pools = {
         "pool": [(num_pages, 0) for num_pages in settings.pools],
         "ended": [(max(settings.pools), ended) for ended in settings.ended],
     }
-    for curve, points in pools.items():
-        growth = replace(growth, **{curve: tuple(host_point(num_pages, ended, settings) for num_pages, ended in points)})
+    for curve, asked in pools.items():
+        growth = replace(growth, **{curve: tuple(host_point(num_pages, ended, settings) for num_pages, ended in asked)})
         yield curve, growth
 
 
@@ -163,7 +163,7 @@ def host_point(num_pages: int, ended: int, settings: Settings) -> HostPoint:
     return HostPoint(num_pages=num_pages, ended=ended, num_cached=cached, host_us=round(1e6 * float(np.median(times.host)), 1))
 
 
-def _points(engine: Engine, ceiling: Ceiling, sizes: Sequence[tuple[int, int]], steps: int) -> Iterator[Point]:
+def points(engine: Engine, ceiling: Ceiling, sizes: Sequence[tuple[int, int]], steps: int) -> Iterator[Point]:
     """Measure a point for each pair of rows and tokens of context. All of them must fit."""
     model, random = engine.model, Random(4)
     config, dtype, held = model.config, model.dtype, held_bytes(model.params, model.config, stored_dtype(engine.state.config, model.dtype))
