@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import nanovllm as nv
 from nanovllm.ops.distributed.group import joined, summed
@@ -143,6 +144,17 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(nv.InvalidRequestError, match="there is no cuda:3"):
         nv.make_mesh("cuda:3")
+
+
+def test_a_group_needs_a_backend_for_tensors_of_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program may have initialised a group for GPUs alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+        with pytest.raises(nv.InvalidRequestError, match=r"no backend for cpu tensors: initialise it with 'gloo'"):
+            nv.make_mesh("cpu")
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

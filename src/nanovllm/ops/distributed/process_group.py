@@ -247,7 +247,8 @@ def make_mesh(device: torch.device | str | None = None) -> Mesh:
         The mesh.
 
     Raises:
-        InvalidRequestError: No launcher has set `RANK` and `WORLD_SIZE`, and no process group is initialised. Or a GPU is not there.
+        InvalidRequestError: No launcher has set `RANK` and `WORLD_SIZE`, and no process group is initialised. Or a GPU is not there. Or the
+            process group of the program has no backend for this device or for CPUs, whose tensors the ranks exchange, too.
 
     Examples:
         A program for `torchrun --nproc-per-node 2 program.py`:
@@ -269,6 +270,12 @@ def make_mesh(device: torch.device | str | None = None) -> Mesh:
         dist.init_process_group(backend, timeout=timeout, **own)
     world = dist.group.WORLD
     assert world is not None
+    served = {pair.split(":")[0] for pair in dist.get_backend_config(world).split(",")}
+    if missing := {"cpu", where.type} - served:
+        wanted = "gloo" if where.type == "cpu" else "cpu:gloo,cuda:nccl"
+        raise InvalidRequestError(
+            f"make_mesh: the process group has no backend for {' and '.join(sorted(missing))} tensors: initialise it with {wanted!r}"
+        )
     mesh = mesh_of(world, where)
     atexit.register(_leave, weakref.ref(mesh.owner), ends=begun and where.type == "cpu")  # NCCL would wait for graphs that use it
     return mesh
