@@ -28,9 +28,8 @@ def test_rows_are_those_that_both_engines_ran() -> None:
 def test_a_run_on_a_cpu(tmp_path: Path) -> None:
     """The same pool holds fewer bytes in FP8; a point without room is left out."""
     to = tmp_path / "kv.json"
-    kv_dtype.main(
-        ["--model", "tiny", "--device", "cpu", "--points", "1x64,2x1900", "--num-pages", "64", "--commit", "x", "--output", str(to)]
-    )
+    model = ["--model", "tiny", "--device", "cpu"]
+    kv_dtype.main([*model, "--points", "1x64,2x1900", "--num-pages", "64", "--commit", "x", "--output", str(to)])
     found = json.loads(to.read_text())
     assert [(row["rows"], row["context"]) for row in found["kv_dtype"]["points"]] == [(1, 64)]
     assert found["kv_dtype"]["tokens"] == {"plain": 1024, "fp8": 1024} and found["commit"] == "x"
