@@ -31,7 +31,7 @@ AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ: wait until a value minus that given is
 class CopiedSums:
     """The memory of these sums, seen by one of two ranks."""
 
-    def __init__(self, device: torch.device, num_bytes: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> None:
         """Allocate this rank's memory for tensors of up to `num_bytes`. Raises `RuntimeError` if there is not enough.
 
         Then both ranks call `joins`, `tells` and `hears` at the same time. If one of these is false on one rank, there are no such sums.
@@ -40,17 +40,17 @@ class CopiedSums:
 
         self.num_bytes = -(-num_bytes // ALIGNED) * ALIGNED
         self._flags_at = PLACES * self.num_bytes
-        self._device = device
+        self._group, self._device = group, device
         self._own = symmetric.empty(self._flags_at + (PLACES + 1) * FLAG, dtype=torch.uint8, device=device)
         self._stream, self._count = torch.cuda.Stream(device, priority=-1), 0
 
-    def joins(self, group: dist.ProcessGroup) -> bool:
-        """Whether this rank can reach the memory of the other rank of a group."""
+    def joins(self) -> bool:
+        """Whether this rank can reach the memory of the other."""
         import torch.distributed._symmetric_memory as symmetric
 
         try:
-            self._handle: Any = symmetric.rendezvous(self._own, group.group_name)
-            self._there: Tensor = self._handle.get_buffer(1 - group.rank(), tuple(self._own.shape), torch.uint8)
+            self._handle: Any = symmetric.rendezvous(self._own, self._group.group_name)
+            self._there: Tensor = self._handle.get_buffer(1 - self._group.rank(), tuple(self._own.shape), torch.uint8)
         except RuntimeError:
             return False
         self._own[self._flags_at :].zero_()

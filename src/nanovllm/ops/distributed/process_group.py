@@ -93,8 +93,8 @@ class ProcessGroup:
             return
         self.copied, room = None, None
         with suppress(RuntimeError):
-            room = CopiedSums(self.device, num_bytes)
-        if not self._all(room is not None) or room is None or not self._all(room.joins(self._group)):
+            room = CopiedSums(self._group, self.device, num_bytes)
+        if not self._all(room is not None) or room is None or not self._all(room.joins()):
             return
         self.copied = room if self._all(room.tells()) and self._all(room.hears()) else None
 
@@ -195,8 +195,7 @@ class ProcessGroup:
         if self._shared is not None:
             self._shared.failed.numpy()[0] = 1
         if self.copied is not None:
-            with suppress(RuntimeError):  # of a device that is broken
-                self.copied.give_up()
+            self.copied.give_up()
         with suppress(Exception):  # of a group that has given up before
             self._group.abort()
 
