@@ -8,8 +8,7 @@ each layer two `add` or `add_norm`. Each form is measured twice: `push`, where r
 where they read the others' memory once all have come. The larger sizes of `meet` are NCCL's. `pushed_bytes` and, for `add_norm`,
 `pushed_rows_bytes` are where an engine changes.
 `--sums` measures nothing else. `prompt_16k_ways_ms` has the time to the first token of a prompt of 16,384 tokens that runs whole, and as
-two halves whose layers take turns, with sums by NCCL and by copy engines; of an engine `--prompts` measures this alone.
-`roofline_percent` are the shares of the roofline of one GPU's part, in which the sums are not counted.
+two halves whose layers take turns. `roofline_percent` are the shares of the roofline of one GPU's part, in which the sums are not counted.
 """
 
 import argparse
@@ -79,20 +78,16 @@ def prompt_ms(engine: Engine, repeats: int = 3, first: int = 0) -> float:
     return round(1e3 * statistics.median(seconds[1:]), 2)
 
 
-def prompt_ways(engine: Engine, group: ProcessGroup, rounds: int = 5) -> dict[str, float]:
-    """Milliseconds of the prompt of `prompt_ms` in each way, of which the rounds take turns.
-
-    It runs whole; as two halves whose sums NCCL takes while the other half computes; and as two halves whose sums are copied by copy
-    engines, where two GPUs can do so.
-    """
-    executor, copied = executor_of(engine.state), group.copied
+def prompt_ways(engine: Engine, rounds: int = 5) -> dict[str, float]:
+    """Milliseconds of the prompt of `prompt_ms`, run whole and as two halves whose layers take turns. The rounds alternate."""
+    executor = executor_of(engine.state)
     assert isinstance(executor, GraphExecutor)
     chosen, found = executor.halves_from, dict[str, list[float]]()
-    ways = {"whole": (None, None), "halves_by_nccl": (2, None)} | ({} if copied is None else {"halves_by_copies": (2, copied)})
     for turn in range(rounds):
-        for at, (way, (executor.halves_from, group.copied)) in enumerate(ways.items()):
-            found.setdefault(way, []).append(prompt_ms(engine, 3, 100 * (1 + 3 * turn + at)))
-    executor.halves_from, group.copied = chosen, copied
+        for at, (way, least) in enumerate({"whole": None, "halves": 2}.items()):
+            executor.halves_from = least
+            found.setdefault(way, []).append(prompt_ms(engine, 3, 100 * (1 + 2 * turn + at)))
+    executor.halves_from = chosen
     return {way: round(statistics.median(each), 2) for way, each in found.items()}
 
 
@@ -128,7 +123,7 @@ def main(arguments: list[str] | None = None) -> None:
     engine.generate([[300] * 32], [2], 0.0)
     figures["start_s"] = {"mesh_and_weights": round(loaded - begin, 2), "engine": round(time.perf_counter() - began, 2)}
     if options.prompts:
-        figures["prompt_16k_ways_ms"] = prompt_ways(engine, group)
+        figures["prompt_16k_ways_ms"] = prompt_ways(engine)
         if not mesh.rank:
             print(json.dumps(figures), flush=True)
         del engine, model
@@ -143,7 +138,7 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"{one.key}: {one.figure:,}", flush=True)
     figures["prompt_16k_ms"] = prompt_ms(engine)
     if mesh.size > 1:
-        figures["prompt_16k_ways_ms"] = prompt_ways(engine, group)
+        figures["prompt_16k_ways_ms"] = prompt_ways(engine)
     result = record(model, figures, f"torchrun --nproc-per-node {mesh.size} benchmarks/gpus.py --model {options.model}", options.commit)
     if not mesh.rank:
         print(json.dumps(figures))

@@ -120,7 +120,6 @@ def test_norms_about_the_residual(compiled: Compiled, width: int, gains: torch.d
             for inner in (None, gain):
                 triton_many_rows.sum_norm(parts, extra, rows, gain, 1e-6, compiled.pdl, inner)
             triton_many_rows.summed(torch.zeros(4, 3, width), extra, BF16, compiled.pdl)
-    triton_many_rows.sum_norm(rows.unsqueeze(0), None, rows, gain, 1e-6, compiled.pdl, beside=rows)
     for residual in (None, rows):
         triton_many_rows.norm_add(rows, gain, residual, 1e-6, compiled.pdl)
     compiled.check()

@@ -35,7 +35,7 @@ from nanovllm.executor.decode_carry import DecodeCarry
 from nanovllm.executor.executor import Drawn, Masks
 from nanovllm.executor.logits_graphs import LogitsGraphs
 from nanovllm.executor.prompt_graphs import PromptGraphs, captures_prompts
-from nanovllm.executor.prompt_halves import cut, least_tokens, middle, sum_bytes
+from nanovllm.executor.prompt_halves import cut, least_tokens, middle
 from nanovllm.executor.row_processing import carries, kept, processors_of
 from nanovllm.executor.row_tables import RowTables
 from nanovllm.executor.run_ahead import RunAhead, longest_first, placed
@@ -50,7 +50,7 @@ from nanovllm.models.fast.cuts import Cuts
 from nanovllm.models.model import Model
 from nanovllm.ops.attention.cascade_plan import CascadePlan
 from nanovllm.ops.compile_ahead import FirstStart
-from nanovllm.ops.distributed.collectives import make_room, require_ranks
+from nanovllm.ops.distributed.collectives import require_ranks
 from nanovllm.ops.sampling.draw_parts import parts_of
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.sampling.row_options import TABLED, Kind, Row, kind_of, mask_lines, packed_options
@@ -139,8 +139,6 @@ class GraphExecutor:
         self._attention = Attention(model, limits, policy, beside=self._together and policy is not None)
         self.halves_from = least_tokens(model) if self._together else None
         self._in_halves = partial(halves.forward, choice=choice, cuts=cuts)
-        if self.halves_from is not None and model.config.mesh is not None and (num_bytes := sum_bytes(model, limits)):
-            make_room(num_bytes, model.config.mesh)
         warm = two_of_each(model.params) if self._together and not model.config.windows else model.params
         self._decode = StepGraphs(
             model,

@@ -13,12 +13,10 @@ from nanovllm.executor.batch import EXTENSION, aligned, sample_prompts, to_devic
 from nanovllm.executor.compiled import all_fused, fused_forward
 from nanovllm.executor.device_memory import room
 from nanovllm.executor.prompt_graphs import captures_prompts, logits_bytes, prompt_kinds
-from nanovllm.executor.prompt_halves import sum_bytes
 from nanovllm.models.common.params import two_of_each
 from nanovllm.models.fast.choice import FastChoice
 from nanovllm.models.fast.cuts import Cuts
 from nanovllm.models.model import Model
-from nanovllm.ops.distributed.copied_sums import PLACES
 from nanovllm.sampling.penalty_tables import PenaltyTables, draw_rows
 from nanovllm.sampling.row_options import KINDS, LINES, Kind, pack, row_options
 from nanovllm.state.kv_cache import init_kv, stored_dtype
@@ -46,8 +44,6 @@ def measured(model: Model, limits: EngineConfig, choice: FastChoice | None, cuts
         graphs = prompt_kinds(model, limits) if captures_prompts(model, choice) else []
         captured = max([kind.tokens for kind in graphs], default=0)
         for_good = prompts * captured // limits.max_num_batched_tokens + logits_bytes(graphs, model) + draws + tables + GRAPHS
-        if all_fused(model, choice) and model.config.mesh is not None and model.config.mesh.size == 2:
-            for_good += PLACES * sum_bytes(model, limits)
         return max(prompts, draws) + for_good
 
 

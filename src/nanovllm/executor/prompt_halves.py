@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from nanovllm.config import EngineConfig
 from nanovllm.executor.batch import HostBatch
 from nanovllm.models.model import Model
 from nanovllm.ops.distributed.shared_memory import STAGE
@@ -16,23 +15,15 @@ NEAR = 8  # a boundary between prompts is taken in place of the middle if it is 
 
 
 def least_tokens(model: Model) -> int | None:
-    """The fewest tokens of a batch that is cut: the sums of each half are so large that they run beside other work.
+    """The fewest tokens of a batch for which two halves are faster: the sums of each half are so large that NCCL takes them.
 
     None: no batch is cut, because the model is not shared by several GPUs.
     """
     mesh = model.config.mesh
     if mesh is None or mesh.size == 1 or model.device.type != "cuda":
         return None
-    beside = STAGE // (model.config.hidden_size * model.dtype.itemsize) + 1
-    return 2 * (max(LEAST, beside) + ALIGNED)
-
-
-def sum_bytes(model: Model, limits: EngineConfig) -> int:
-    """The bytes of a sum over the ranks of half of the largest batch; 0 if no batch is cut."""
-    least = least_tokens(model)
-    if least is None or limits.max_num_batched_tokens < least:
-        return 0
-    return (limits.max_num_batched_tokens // 2 + ALIGNED) * model.config.hidden_size * model.dtype.itemsize
+    of_nccl = STAGE // (model.config.hidden_size * model.dtype.itemsize) + 1
+    return 2 * (max(LEAST, of_nccl) + ALIGNED)
 
 
 def middle(cu_seqlens: Int32[np.ndarray, "bounds"]) -> int:

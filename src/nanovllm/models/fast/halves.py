@@ -1,7 +1,7 @@
 """One pass over prompts as two, whose layers take turns: while the ranks sum the output of one half, the other half computes.
 
 Both halves run on the current stream, so they share all scratch memory, and the second one finds what the first one has written. Only the
-sums run beside, on another stream, from their beginning to the step of their half that needs them:
+sums run beside, on the stream of NCCL, from their beginning to the step of their half that needs them:
 
     half A   attention | sum                | MLP | sum                | attention ...
     half B             | attention | sum          | MLP       | sum    ...

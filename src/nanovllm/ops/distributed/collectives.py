@@ -51,24 +51,12 @@ def all_reduce_add_norm(
     return torch.ops.nanovllm.all_reduce_add_norm.default(parts, bias, x, gain, eps, mesh.group, slot)
 
 
-def make_room(num_bytes: int, mesh: Mesh) -> None:
-    """Allocate memory for sums of up to so many bytes that are begun ahead. All ranks call this at the same time."""
-    lookup(mesh.group, Group).make_room(num_bytes)
-
-
 def begin_all_reduce(x: Float[Tensor, "..."], mesh: Mesh) -> Callable[[], Float[Tensor, "..."]]:
     """Donates `x`. Begin the sum of a tensor over the ranks of a mesh, and return the function that waits for it.
 
     A GPU may do other work meanwhile. All ranks begin the same sums in the same order. Traced code cannot contain the call.
     """
-    wait = lookup(mesh.group, Group).begin_all_reduce(x)
-    return lambda: _added(*wait())
-
-
-def _added(first: Tensor, *others: Tensor) -> Tensor:
-    for other in others:
-        first = first.add_(other)
-    return first
+    return lookup(mesh.group, Group).begin_all_reduce(x)
 
 
 def begin_all_reduce_add(y: Float[Tensor, "T M"], x: Float[Tensor, "T M"], mesh: Mesh) -> Callable[[], Float[Tensor, "T M"]]:
@@ -86,7 +74,7 @@ def begin_all_reduce_add_norm(
     mesh: Mesh,
 ) -> Callable[[], tuple[Float[Tensor, "T M"], Float[Tensor, "T M"]]]:
     """Donates `parts`. Begin what `all_reduce_add_norm` computes, as `begin_all_reduce`. The sum is rounded before `x` is added."""
-    wait = lookup(mesh.group, Group).begin_all_reduce(joined(parts, bias, x.dtype))
+    wait = begin_all_reduce(joined(parts, bias, x.dtype), mesh)
     return lambda: added_norm(wait(), x, gain, eps)
 
 

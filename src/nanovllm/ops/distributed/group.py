@@ -27,16 +27,10 @@ class Group(Protocol):
         """The sum of the ranks' tensors, in a new tensor. Raises `EngineDeadError` if a rank has gone."""
         ...
 
-    def make_room(self, num_bytes: int) -> None:
-        """Allocate memory for sums of tensors of up to so many bytes that are begun ahead. All ranks call this at the same time."""
-        ...
-
-    def begin_all_reduce(self, x: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    def begin_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
         """Donates `x`. Begin the sum of the ranks' tensors. The function that is returned waits for it, and is called once.
 
-        It returns one or more tensors that are still to be added, with the same bits in any order. They are read before the next but one
-        sum begins. Between the two calls a GPU may do other work, and one other sum may begin. Both raise `EngineDeadError` if a rank has
-        gone.
+        Between the two calls a GPU may do other work, and other sums may begin. Both raise `EngineDeadError` if a rank has gone.
         """
         ...
 

@@ -55,13 +55,10 @@ class ThreadGroup:
         """The sum of the ranks' tensors."""
         return summed(self.meeting.exchange(self.rank, x))
 
-    def make_room(self, num_bytes: int) -> None:
-        """Nothing: sums are taken at once."""
-
-    def begin_all_reduce(self, x: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    def begin_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
         """The sum of the ranks' tensors, which is taken at once."""
         total = self.all_reduce(x)
-        return lambda: (total,)
+        return lambda: total
 
     def all_reduce_add(self, y: Tensor, x: Tensor, slot: int) -> Tensor:
         """The sum of the ranks' tensors and of `x`."""

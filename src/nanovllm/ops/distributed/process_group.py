@@ -19,7 +19,6 @@ from nanovllm.config import Mesh
 from nanovllm.errors import EngineDeadError, InvalidRequestError
 from nanovllm.ops.attention.plan_table import register
 from nanovllm.ops.backends import dependent_launch
-from nanovllm.ops.distributed.copied_sums import CopiedSums
 from nanovllm.ops.distributed.group import joined, side_by_side, summed, winners_of_pairs
 from nanovllm.ops.distributed.shared_memory import (
     ADDED,
@@ -33,7 +32,6 @@ from nanovllm.ops.distributed.shared_memory import (
     STAGE,
     WORD,
     WORDS,
-    Shared,
     share_memory,
     slot_of,
 )
@@ -50,7 +48,6 @@ class ProcessGroup:
     Attributes:
         pushed: The bytes of a tensor that each rank stores into the others' memory, at most.
         pushed_rows: The same for rows whose sum is normed.
-        copied: The memory of sums that are begun ahead by copy engines; None: NCCL takes them.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, store: Any = None) -> None:
@@ -58,11 +55,11 @@ class ProcessGroup:
         self.size, self.rank, self.device = group.size(), group.rank(), device
         self._group: Any = group
         self._store = store
-        self._shared: Shared | None = None
-        self.copied: CopiedSums | None = None
+        self._shared = None
         if device.type != "cpu":
             shared = share_memory(group, device)
-            self._shared = shared if self._all(shared is not None) else None
+            every = self._gathered(torch.tensor([shared is not None], dtype=torch.uint8))
+            self._shared = shared if all(every) else None
         self.pushed, self.pushed_rows = PUSHED // self.size, PUSHED_ROWS // self.size
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -87,36 +84,23 @@ class ProcessGroup:
             dist.all_reduce(out, group=self._group)
             return out
 
-    def make_room(self, num_bytes: int) -> None:
-        """Let copy engines do sums of up to so many bytes, on two GPUs that can reach each other."""
-        if self.size != 2 or self._shared is None or (self.copied is not None and self.copied.num_bytes >= num_bytes):
-            return
-        self.copied, room = None, None
-        with suppress(RuntimeError):
-            room = CopiedSums(self._group, self.device, num_bytes)
-        if not self._all(room is not None) or room is None or not self._all(room.joins()):
-            return
-        self.copied = room if self._all(room.tells()) and self._all(room.hears()) else None
+    def begin_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
+        """Donates `x`. Begin a sum by NCCL, on its own stream. Smaller sums use memory that only one stream may use, and are taken at once.
 
-    def begin_all_reduce(self, x: Tensor) -> Callable[[], tuple[Tensor, ...]]:
-        """Donates `x`. Begin a sum by copy engines, or else by NCCL on its own stream, which takes sums in the order in which they begin.
-
-        Smaller sums use memory that only one stream may use, and are taken at once.
+        NCCL takes sums in the order in which they begin.
         """
         if not x.is_cuda or not self._by_nccl(x):
             total = self.all_reduce(x)
-            return lambda: (total,)
+            return lambda: total
         out = x.contiguous()
-        if self.copied is not None and out.nbytes <= self.copied.num_bytes:
-            return self.copied.begin(out)
         with self._watched():
             work = dist.all_reduce(out, group=self._group, async_op=True)
         assert work is not None
 
-        def wait() -> tuple[Tensor, ...]:
+        def wait() -> Tensor:
             with self._watched():
                 work.wait()  # the current stream waits, not the host
-            return (out,)
+            return out
 
         return wait
 
@@ -140,7 +124,7 @@ class ProcessGroup:
         if self._shared is None or not served:
             own = joined(parts, bias, x.dtype)
             if x.nbytes > ADDED:
-                return added_norm((self.all_reduce(own),), x, gain, eps)
+                return added_norm(self.all_reduce(own), x, gain, eps)
             added = self.all_reduce_add(own, x, slot)
             return added, norm_add(added, gain, None, eps)
         given = parts.contiguous(), bias, x.contiguous(), gain, eps, self._shared
@@ -194,8 +178,6 @@ class ProcessGroup:
         """End all waits for other ranks, now and later. Any thread may call this when it finds that a rank has gone."""
         if self._shared is not None:
             self._shared.failed.numpy()[0] = 1
-        if self.copied is not None:
-            self.copied.give_up()
         with suppress(Exception):  # of a group that has given up before
             self._group.abort()
 
@@ -210,10 +192,6 @@ class ProcessGroup:
     def _fits(self, x: Tensor, most: int) -> bool:
         floats = x.dtype in (torch.bfloat16, torch.float16, torch.float32)
         return floats and 0 < x.nbytes <= most and x.nbytes % (ALIGNED * self.size) == 0
-
-    def _all(self, value: bool) -> bool:
-        """Whether a value is true on all ranks."""
-        return all(self._gathered(torch.tensor([value], dtype=torch.uint8)))
 
     def _gathered(self, x: Tensor) -> list[Tensor]:
         own = x.contiguous()

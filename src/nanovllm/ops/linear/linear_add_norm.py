@@ -72,22 +72,15 @@ def norm_add(x: Float[Tensor, "B M"], gain: Float[Tensor, "M"], residual: Float[
 
 
 def added_norm(
-    parts: Sequence[Float[Tensor, "B M"]], residual: Float[Tensor, "B M"], gain: Float[Tensor, "M"], eps: float
+    y: Float[Tensor, "B M"], residual: Float[Tensor, "B M"], gain: Float[Tensor, "M"], eps: float
 ) -> tuple[Float[Tensor, "B M"], Float[Tensor, "B M"]]:
-    """Compute the residual plus the sum of one or two parts, and its RMS norm, in one launch on a GPU.
-
-    The sum is rounded where the plain functions round.
-    """
-    y, *others = parts
+    """Compute `residual + y` and its RMS norm, rounded where the plain functions round, in one launch on a GPU."""
     if not gain.is_contiguous() or not own_kernels(y.device, y.dtype):
-        added = residual + (y if not others else y + others[0])
+        added = residual + y
         return added, norm_add(added, gain, None, eps)
     from nanovllm.ops.linear import triton_many_rows
 
-    beside = others[0] if others else None
-    return triton_many_rows.sum_norm(
-        y.unsqueeze(0), None, residual.contiguous(), gain, eps, dependent_launch(y.device), beside=beside
-    )  # fmt: skip
+    return triton_many_rows.sum_norm(y.unsqueeze(0), None, residual.contiguous(), gain, eps, dependent_launch(y.device))
 
 
 @torch.library.register_fake("nanovllm::linear_add_norm", lib=_LIBRARY)

@@ -70,13 +70,13 @@ def _normed(x, gains, M: tl.constexpr, eps):
 
 @triton.jit(do_not_specialize=["B"])  # the number of rows: one kernel for all
 def _sum_norm(
-    parts, beside, bias, inner, residual, gain, y, h, B, eps, M: tl.constexpr, MP: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr,
+    parts, bias, inner, residual, gain, y, h, B, eps, M: tl.constexpr, MP: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Program i sums row i's parts, adds the bias, applies the norm `inner`, adds the residual, and stores the result and its norm `gain`.
 
-    It rounds where the plain functions round. `beside`, `inner`, `residual`, and `gain` with `h`, may be None: then they are left
-    out, also of the compiled kernel's arguments.
+    It rounds where the plain functions round. `inner`, `residual`, and `gain` with `h`, may be None: then they are left out, also of the
+    compiled kernel's arguments.
     """
     if PDL:
         gdc_launch_dependents()
@@ -95,8 +95,6 @@ def _sum_norm(
     total = tl.zeros([MP], tl.float32)
     for part in tl.static_range(PARTS):
         total += tl.load(parts + (part * B + b) * M + m, mask=inside, other=0.0).to(tl.float32)
-    if beside is not None:
-        total += tl.load(beside + b * M + m, mask=inside, other=0.0).to(tl.float32)
     total = rounded(total, biases, before, y.dtype.element_ty, BIAS, residual is not None and inner is None)
     if inner is not None:
         total = _normed(total, inners, M, eps)
@@ -178,14 +176,13 @@ def sum_norm(
     eps: float,
     pdl: bool,
     inner: Float[Tensor, "M"] | None = None,
-    beside: Float[Tensor, "B M"] | None = None,
 ) -> tuple[Float[Tensor, "B M"], Float[Tensor, "B M"]]:
     """Compute `residual + (sum of parts + bias)` and its RMS norm with `gain`; with `inner`, the sum is normalised before the residual.
 
-    `beside` is one more part, whose memory is elsewhere. All tensors are contiguous.
+    All tensors are contiguous.
     """
     y, h = torch.empty_like(residual), torch.empty_like(residual)
-    _rows(parts, bias, inner, residual, gain, y, h, eps, pdl, beside)
+    _rows(parts, bias, inner, residual, gain, y, h, eps, pdl)
     return y, h
 
 
@@ -208,13 +205,13 @@ def norm_add(
 
 def _rows(
     parts: Tensor, bias: Tensor | None, inner: Tensor | None, residual: Tensor | None, gain: Tensor | None, y: Tensor, h: Tensor | None,
-    eps: float, pdl: bool, beside: Tensor | None = None,
+    eps: float, pdl: bool,
 ) -> None:  # fmt: skip
     (rows, width), kernel = y.shape, cast(Any, _sum_norm)
     whole = triton.next_power_of_2(width)
     options = launch_options(4 if whole <= 4096 else 8, pdl)
     with torch.cuda.device_of(parts):
         kernel[(rows,)](
-            parts, beside, y if bias is None else bias, inner, residual, gain, y, h, rows, eps, width, whole, bias is not None, len(parts),
-            pdl, **options,
+            parts, y if bias is None else bias, inner, residual, gain, y, h, rows, eps, width, whole, bias is not None, parts.shape[0], pdl,
+            **options,
         )  # fmt: skip
