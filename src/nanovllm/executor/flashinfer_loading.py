@@ -29,6 +29,8 @@ class PlanShape:
         options: dict[str, Any] = {"causal": causal, "windows": windows, "softcap": self.softcap}
         try:
             return PrefillPlan(self.workspace, max_rows, *self.sizes, backend=self.backend, **options)
+        except torch.OutOfMemoryError:  # a RuntimeError that says nothing about kernels
+            raise
         except (ImportError, OSError, RuntimeError):
             return PrefillPlan(self.workspace, max_rows, *self.sizes, backend="fa2", **options)
 

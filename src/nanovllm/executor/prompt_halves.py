@@ -15,15 +15,15 @@ NEAR = 8  # a boundary between prompts is taken in place of the middle if it is 
 
 
 def least_tokens(model: Model) -> int | None:
-    """The fewest tokens of a batch for which two halves are faster: the sums of each half are so large that NCCL takes them.
+    """The fewest tokens of a batch that runs as two halves: each has products that fill the GPU, and sums of more than `STAGE` bytes.
 
-    None: no batch is cut, because the model is not shared by several GPUs.
+    NCCL takes such sums. Fewer tokens were not measured. None: no batch is cut, because the model is not shared by several GPUs.
     """
     mesh = model.config.mesh
     if mesh is None or mesh.size == 1 or model.device.type != "cuda":
         return None
-    of_nccl = STAGE // (model.config.hidden_size * model.dtype.itemsize) + 1
-    return 2 * (max(LEAST, of_nccl) + ALIGNED)
+    large = STAGE // (model.config.hidden_size * model.dtype.itemsize) + 1
+    return 2 * (max(LEAST, large) + ALIGNED)
 
 
 def middle(cu_seqlens: Int32[np.ndarray, "bounds"]) -> int:

@@ -92,6 +92,7 @@ class ProcessGroup:
         if not x.is_cuda or not self._by_nccl(x):
             total = self.all_reduce(x)
             return lambda: total
+        self.require_all()
         out = x.contiguous()
         with self._watched():
             work = dist.all_reduce(out, group=self._group, async_op=True)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from nanovllm.types import Tensor
 
-STAGE = 16 << 20  # bytes of the tensors of `all_reduce` and of gathered columns, at most
+STAGE = 16 << 20  # bytes of gathered columns, at most, and more than those of the tensors of `all_reduce`
 ADDED = 2 << 20  # bytes of a tensor of `all_reduce_add`, at most
 SHARES = 6 << 20  # bytes of a tensor whose sum the ranks share, at most: NCCL is faster with larger ones (measured on two H100s)
 FLAGS = 128 << 10  # bytes of flags of one kind
