@@ -250,8 +250,8 @@ class PageFolder:
         write_whole(self._own / name, json.dumps(value).encode(), mode=0o600)
 
     def _path(self, key: bytes) -> Path:
-        name = key[:KEY_BYTES].hex()
-        return self._own / name[:2] / (name + (OF_FRAME if is_frame(key) else "") + SUFFIX)
+        name = key[:KEY_BYTES].hex() + OF_FRAME if is_frame(key) else key.hex()
+        return self._own / name[:2] / (name + SUFFIX)
 
     @contextmanager
     def _locked(self) -> Iterator[int]:
