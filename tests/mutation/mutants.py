@@ -286,7 +286,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "engine/meeting.py",
         ("tests/engine/test_split.py",),
         ("what was read is not met", "draft.running[at] = gone_on(draft, sequence)", "draft.running[at] = sequence"),
-        ("a missing page ends a split", "least_tokens(host)) if missing else None", "least_tokens(host)) if False else None"),
+        (
+            "a missing page ends a split",
+            "sequence.num_filled, least) if missing else None",
+            "sequence.num_filled, least) if False else None",
+        ),
     ),
     *bugs(
         "executor/kv_disk.py",

@@ -98,9 +98,10 @@ def tokens_to_meeting(host: HostPages, wait: Wait, num_filled: int, page_size: i
     run = page_size / host.rates.tokens_per_second
     read = sum(map(host.bytes_of, under_way)) / max(1, num_read) / host.disk.bytes_per_second
     count = max(1, wait.start - next_page, math.ceil(between * read / (run + read)))
-    return max((next_page + count) * page_size - num_filled, least_tokens(host))
+    return max((next_page + count) * page_size - num_filled, least_tokens(host, num_filled, page_size))
 
 
-def least_tokens(host: HostPages) -> int:
-    """How many tokens a pass over the model runs at least, if it runs part of a prompt."""
-    return int(PASS * host.rates.tokens_per_second)
+def least_tokens(host: HostPages, num_filled: int, page_size: int) -> int:
+    """How many tokens after those that are filled a pass runs at least, if it runs part of a prompt: up to the end of a page."""
+    least = int(PASS * host.rates.tokens_per_second)
+    return -(-(num_filled + least) // page_size) * page_size - num_filled
