@@ -8,6 +8,8 @@ The engine's thread never waits for the disk, unless it asks to (`wait`, `drain`
 - A *write* reads a host page while the engine may want to write it. Each host page has a number that increases before the engine writes
   it (`overwriting`). If the number changed before the file was complete, the file is thrown away.
 
+The frame of a page that is apart from it has a file of its own. A read has the page, and its frame if the state asks for it.
+
 Both begin after all copies between the device and host memory that the engine had started before. An error of the disk is counted, and the
 page is left out: requests never fail by it. After an error of a write, nothing is written for `REST` seconds.
 """

@@ -111,7 +111,7 @@ class PageFolder:
 
     def look(self, key: bytes) -> bool:
         """Whether the folder has a page. It is looked for on the disk if this process does not know it. Raises no error."""
-        if key not in self._keys and os.path.exists(self._path(key)):  # a Path's own method raises if the folder may not be read
+        if key not in self._keys and os.path.exists(self._name(key)):  # a Path's own method raises if the folder may not be read
             self._keys.add(key)
         return key in self._keys
 
@@ -249,9 +249,13 @@ class PageFolder:
         """
         write_whole(self._own / name, json.dumps(value).encode(), mode=0o600)
 
-    def _path(self, key: bytes) -> Path:
+    def _name(self, key: bytes) -> str:
+        """The file of a page. As a string, because thousands are looked for at a time."""
         name = key[:KEY_BYTES].hex() + OF_FRAME if is_frame(key) else key.hex()
-        return self._own / name[:2] / (name + SUFFIX)
+        return f"{self._own}{os.sep}{name[:2]}{os.sep}{name}{SUFFIX}"
+
+    def _path(self, key: bytes) -> Path:
+        return Path(self._name(key))
 
     @contextmanager
     def _locked(self) -> Iterator[int]:
