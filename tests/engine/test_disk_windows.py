@@ -300,6 +300,49 @@ def test_ranks_agree_on_frames(tmp_path: Path, damage: str):
     assert one[0] == first[0] and one[1] == {"none": 20, "gone": 16, "cut": 0}[damage]
 
 
+def test_ranks_whose_reads_end_at_different_times_stay_alike(tmp_path: Path):
+    """A page counts with its frame when all ranks have both, and as a page alone while one rank lacks the frame."""
+
+    def written(mesh: Mesh):
+        model = random_model(HEADS, dtype="float64", mesh=mesh)
+        state = engine(model, tmp_path)
+        for seed in (0, 1):
+            state, _ = reply(model, state, prompt(seed))
+        assert flush_kv(state)
+
+    run_ranks(written, 2)
+    own = sorted({path.parent.parent for path in tmp_path.rglob("*.kv")})[1]
+    for place in (1, 4):
+        lost = own / keys(1)[place].hex()[:2] / f"{keys(1)[place].hex()}-frame.kv"
+        lost.write_bytes(lost.read_bytes()[:-1])
+
+    def ran(mesh: Mesh):
+        model = random_model(HEADS, dtype="float64", mesh=mesh)
+        state = engine(model, tmp_path)
+        tier, digests, tokens = late(state), [], dict[int, list[int]]()
+        tier.time = 100.0 * mesh.rank  # each has a clock of its own
+        for context in (prompt(0), [*prompt(0)[:12], 1], prompt(1), prompt(2)):
+            state, rid = submit(model, state, context, GREEDY)
+            tokens[rid] = []
+        while state.running or state.waiting:
+            tier.reads.run(1 + 2 * mesh.rank)
+            state, outputs = step(model, state)
+            check(state)
+            digests.append(digest(state, whole=True))
+            for output in outputs:
+                tokens[output.request_id] += output.token_ids
+        return digests, tokens, state.stats
+
+    one, two = run_ranks(ran, 2)
+    assert one == two, "the ranks differ"
+    model = random_model(HEADS, dtype="float64")
+    state = engine(model, None)
+    for rid, context in zip(sorted(one[1]), (prompt(0), [*prompt(0)[:12], 1], prompt(1), prompt(2)), strict=True):
+        state, output = reply(model, state, context)
+        assert list(output.token_ids) == one[1][rid]
+    assert one[2].read_tokens > 20
+
+
 # The plan alone
 
 NAMES = [bytes([number]) * 32 for number in range(10)]
