@@ -14,7 +14,6 @@ from nanovllm.config import Mesh
 from nanovllm.engine.init_state import init_state
 from nanovllm.engine.requests import submit
 from nanovllm.engine.step import step
-from nanovllm.errors import InvalidRequestError
 from nanovllm.executor.executor import runtime_of
 from nanovllm.models.model import Model
 from nanovllm.ops.distributed.in_process import run_ranks
@@ -225,11 +224,6 @@ def test_a_host_page_has_room_for_a_page_and_its_frame():
     assert (host.page_bytes, host.frame_bytes) == (page + frame, frame) and host.num_pages == 2**20 // (page + frame)
     alone = engine(ALONE).pool.host
     assert alone is not None and alone.page_bytes == alone.frame_bytes
-
-
-def test_the_disk_is_refused(tmp_path):
-    with pytest.raises(InvalidRequestError, match=r"kv_dir: .* has sliding-window layers"):
-        engine(kv_dir=tmp_path)
 
 
 HEADS = tiny_config(**{**SIZES, "num_kv_heads": 2}, windows=(0, 6))

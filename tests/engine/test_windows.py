@@ -170,6 +170,21 @@ def test_moved_keys_of_the_first_layer_are_those_of_their_new_places():
     torch.testing.assert_close(found[: len(joined)], wanted[: len(joined)], rtol=1e-4, atol=1e-4)
 
 
+def test_a_request_gets_the_frame_of_a_page_that_it_shares_with_a_waiting_one():
+    """It has given up the frame and owns the page. If the other one gives up its pages, no page becomes free, but a frame does."""
+    model = random_model(tiny_config(windows=(0, 3)))
+    state = nv.init_state(model, num_pages=13, num_frames=3, page_size=1, max_model_len=20, max_num_batched_tokens=2)
+    state, chunk = nv.prefill(model, state, [5])
+    for tokens in ([6], [7, 8, 9, 10]):
+        state, _ = nv.submit(model, state, [chunk, tokens], greedy(8))
+    state, drawn = nv.release(state, chunk), list[int]()
+    while state.running or state.waiting:
+        state, outs = nv.step(model, state)
+        check(state)
+        drawn += [len(out.output.token_ids) for out in outs if out.output is not None]
+    assert drawn == [8, 8]
+
+
 def test_what_is_outside_of_the_window_is_given_up_as_a_reply_grows():
     state = engine(GEMMA, 40)
     state, _ = nv.submit(GEMMA, state, PROMPTS[2], greedy(100))

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from nanovllm import files
 from nanovllm.executor.page_file import HEADER_BYTES, DamagedPageError, size_of
-from nanovllm.executor.page_folder import LOCK, PageFolder
+from nanovllm.executor.page_folder import LOCK, PageFolder, key_in
+from nanovllm.state.prefix_keys import frame_key
 
 PAGE = 48
 CALLS = ("open", "pwrite", "preadv", "fsync", "replace", "unlink", "utime", "mkdir", "pread", "write")
@@ -69,6 +70,23 @@ def test_a_page_that_another_process_writes_later_is_found(tmp_path: Path):
     put(opened(tmp_path), 1)
     assert key_of(1) not in folder and folder.look(key_of(1)) and key_of(1) in folder
     assert not put(folder, 1)
+
+
+def test_a_page_and_its_frame_have_files_of_their_own(tmp_path: Path):
+    folder, key, frame = opened(tmp_path), key_of(1), frame_key(key_of(1))
+    assert put(folder, 1) and frame not in folder
+    assert folder.write(frame, memoryview(image_of(2)))
+    folder = opened(tmp_path)
+    assert key in folder and frame in folder and (len(folder), folder.num_frames) == (2, 1)
+    assert {key_in(path.name) for path in stored(tmp_path)} == {key, frame} and folder.size == 2 * size_of(PAGE)
+    image = bytearray(PAGE)
+    assert folder.read(frame, memoryview(image)) and image == image_of(2) and get(folder, 1) == image_of(1)
+    one, other = stored(tmp_path)
+    os.replace(one, other)  # a page in place of its frame, or a frame in place of its page
+    with pytest.raises(DamagedPageError):
+        folder.read(key_in(other.name), memoryview(image))
+    with pytest.raises(ValueError, match="not the name"):
+        key_in("about.json")
 
 
 def test_no_other_user_can_read_the_pages(tmp_path: Path):

@@ -221,7 +221,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *bugs(
         "engine/host_copies.py",
         ("tests/engine/test_disk_chunks.py",),
-        ("what leaves the device is not written", "disk.keep(lasting(host, moves.out))", "pass"),
+        ("what leaves the device is not written", "disk.keep(lasting(host, written))", "pass"),
     ),
     *bugs(
         "executor/kv_disk.py",
@@ -234,6 +234,40 @@ MUTANTS: tuple[Mutant, ...] = (
         ("last pages are written", "is not None and is_full(key)", "is not None"),
         ("reads replace what a chunk has", "for at in there if host.used.refcount(at) == 1]", "for at in there]"),
         ("reads take the room of chunks", "host.used.num_free + host.ages.count - len(idle))", "host.num_pages - len(there))"),
+    ),
+    *bugs(
+        "state/disk_frames.py",
+        ("tests/engine/test_disk_windows.py",),
+        ("all frames are read", "self.before + count) >= retired", "self.before + count) >= 0"),
+        ("frames on the device are read", "inside[:num_here] & ~self.here[:count]", "inside[:num_here]"),
+    ),
+    *bugs(
+        "state/disk_pages.py",
+        ("tests/engine/test_disk_windows.py",),
+        ("a whole page does not replace a bare one", "(part < WHOLE or known not in bare)", "True"),
+        ("frames are not written", "((key,) if at in host.bare else (key, frame_key(key)))", "(key,)"),
+        ("too little room is overlooked", "if frames is not None and 0 < first + end < count:", "if False:"),
+    ),
+    *bugs(
+        "engine/disk_lookup.py",
+        ("tests/engine/test_disk_windows.py",),
+        ("frames on disk are taken for granted", "if stored and self._folder.look(frame_key(key)):", "if stored:"),
+        ("chunks read the last window alone", "window = None if asked.keep else pool.frames.window", "window = pool.frames.window"),
+    ),
+    *bugs(
+        "engine/disk_facts.py",
+        ("tests/engine/test_disk_windows.py",),
+        ("ranks do not tell of frames", "np.minimum.reduce([one[: min(map(len, told))] for one in told])", "had"),
+    ),
+    *bugs(
+        "engine/disk_flush.py",
+        ("tests/engine/test_disk_windows.py",),
+        ("frames are not flushed", "if second is not None and second[place] >= 0", "if False and second[place] >= 0"),
+    ),
+    *bugs(
+        "engine/preemption.py",
+        ("tests/engine/test_windows.py",),
+        ("frames of waiting requests are overlooked", "frames.needs.get(pages) == needed[pages]", "needed[pages] < 0"),
     ),
     *bugs(
         "state/split_reads.py",
@@ -252,7 +286,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "engine/meeting.py",
         ("tests/engine/test_split.py",),
         ("what was read is not met", "draft.running[at] = gone_on(draft, sequence)", "draft.running[at] = sequence"),
-        ("a missing page ends a split", "least_tokens(host)) if missing else None", "least_tokens(host)) if False else None"),
+        (
+            "a missing page ends a split",
+            "sequence.num_filled, least) if missing else None",
+            "sequence.num_filled, least) if False else None",
+        ),
     ),
     *bugs(
         "executor/kv_disk.py",

@@ -13,6 +13,7 @@ from nanovllm.engine.scheduler import schedule
 from nanovllm.testing.machines.cascade import CascadeChunkMachine, CascadeMachine
 from nanovllm.testing.machines.chunks import ChunkMachine, ModelChunkMachine
 from nanovllm.testing.machines.disk import DiskMachine
+from nanovllm.testing.machines.disk_windows import DiskFrameMachine, DiskWindowMachine
 from nanovllm.testing.machines.engine import EngineMachine
 from nanovllm.testing.machines.failures import FailureMachine
 from nanovllm.testing.machines.frames import FrameMachine
@@ -150,6 +151,18 @@ class Fp8Disk(DiskMachine):
     world = SymbolicWorld(kv_dtype="fp8")
 
 
+class Fp8DiskWindows(DiskWindowMachine):
+    """Pages and frames in FP8 go to the disk with their scales."""
+
+    world = SymbolicWorld(windows=(3, 0), kv_dtype="fp8")
+
+
+class RealDiskWindows(DiskWindowMachine):
+    """A real model with a window in one layer, whose KV comes back from the disk, against uncached forwards."""
+
+    world = WINDOWED
+
+
 class RealFp8(EngineMachine):
     """A real model over KV in FP8, against a forward pass of all tokens over KV in FP8. One rounding that differs is within the bound."""
 
@@ -183,6 +196,10 @@ class RealFp8(EngineMachine):
         (RealHostWindows, 2, 40),
         (DiskMachine, 25, 50),
         (Fp8Disk, 6, 50),
+        (DiskWindowMachine, 25, 50),
+        (DiskFrameMachine, 10, 50),
+        (Fp8DiskWindows, 6, 50),
+        (RealDiskWindows, 2, 40),
         (CascadeMachine, 3, 50),
         (CascadeChunkMachine, 6, 30),
         (SharedPages, 2, 40),

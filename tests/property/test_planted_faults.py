@@ -7,6 +7,7 @@ from tests.property.faults.async_llm import ASYNC_FAULTS
 from tests.property.faults.cascade import CASCADE_FAULTS
 from tests.property.faults.chunks import CHUNK_FAULTS
 from tests.property.faults.disk import DISK_FAULTS
+from tests.property.faults.disk_windows import DISK_WINDOW_FAULTS
 from tests.property.faults.engine import FAULTS, Fault, find, planted
 from tests.property.faults.failures import FAILURE_FAULTS
 from tests.property.faults.host_memory import HOST_FAULTS
@@ -25,6 +26,7 @@ ALL = [
     *HOST_FAULTS,
     *HOST_WINDOW_FAULTS,
     *DISK_FAULTS,
+    *DISK_WINDOW_FAULTS,
     *ASYNC_FAULTS,
 ]
 

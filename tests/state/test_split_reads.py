@@ -104,3 +104,4 @@ def test_a_pass_runs_at_least_some_tokens() -> None:
     assert host.disk is not None
     host = replace(host, disk=replace(host.disk, reading=Map({5: KEYS[0]}), bytes_per_second=1e15))
     assert tokens_to_meeting(host, wait, 0, 4) == 20
+    assert tokens_to_meeting(host, wait, 2, 4) == 22, "up to the end of a page, where models with windows go on"

@@ -12,10 +12,11 @@ from nanovllm.executor.distributed import least
 from nanovllm.executor.executor import runtime_of
 from nanovllm.executor.kv_disk import DiskTier, Unwritten
 from nanovllm.state import disk_pages
+from nanovllm.state import pool as pools
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.offload import HostPages
 from nanovllm.state.prefix_cache import PrefixIndex
-from nanovllm.state.prefix_keys import keys_of
+from nanovllm.state.prefix_keys import frame_key, keys_of
 
 T = TypeVar("T")
 FLUSHED = 16 << 20  # bytes that are copied from the device at once
@@ -91,8 +92,7 @@ def _flushed(state: EngineState, max_bytes: int, begins: bool | None) -> bool:
     disk.hold(False)
     version = state.epoch, lease.lost  # while a failed call has lost pages, every call makes the index anew
     if disk.todo.version != version or begins:
-        index = state.pool.prefix
-        disk.todo = Unwritten(version, index, [*host.key_of], _last_evicted_first(index))
+        disk.todo = Unwritten(version, state.pool, [*host.key_of], _last_evicted_first(state.pool.prefix))
     todo, page_bytes, to_look_at, waits = disk.todo, host.page_bytes, LOOKED_AT, begins is not None
     most = max(1, max_bytes // page_bytes)
     while todo and most > 0 and disk.num_queued * page_bytes < FLUSHED:
@@ -121,10 +121,20 @@ def _look(disk: DiskTier, host: HostPages, todo: Unwritten) -> int:
         part = _taken(todo.host_pages, LOOKED_AT)
         disk.keep(disk_pages.lasting(host, part))
         return len(part)
-    part = _taken(todo.pages, LOOKED_AT)
-    keys = keys_of(todo.index, np.array(part, np.int32))
-    todo.missing += [(key, page) for key, page in zip(keys, part, strict=True) if not disk.has(key) and key not in host.by_key]
-    return len(part)
+    pages = np.array(_taken(todo.pages, LOOKED_AT), np.int32)
+    keys, (first, second) = keys_of(todo.pool.prefix, pages), pools.addresses(todo.pool, pages)
+    for place, key in enumerate(keys):
+        if first[place] >= 0 and key not in host.by_key and not disk.has(key):
+            todo.missing.append((key, first.item(place)))
+        if second is not None and second[place] >= 0 and _lacks_frame(host, key) and not disk.has(frame_key(key)):
+            todo.missing.append((frame_key(key), second.item(place)))
+    return len(pages)
+
+
+def _lacks_frame(host: HostPages, key: bytes) -> bool:
+    """Whether host memory does not have the frame of a page."""
+    at = host.by_key.get(key)
+    return at is None or at in host.bare
 
 
 def _taken(items: list[T], count: int) -> list[T]:

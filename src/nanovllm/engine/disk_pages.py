@@ -10,15 +10,16 @@ it meets them (`meeting.py`).
 from dataclasses import replace
 from itertools import islice
 
-from nanovllm.engine.disk_facts import mesh_of, on_all_disks, told_by_all
+from nanovllm.engine.disk_facts import Ended, mesh_of, told_by_all
+from nanovllm.engine.disk_lookup import looked_up
 from nanovllm.engine.draft import Draft, id_of
 from nanovllm.executor.executor import runtime_of
 from nanovllm.executor.kv_disk import DiskTier
 from nanovllm.state import disk_pages
 from nanovllm.state import pool as pools
-from nanovllm.state.disk_reads import Wait
+from nanovllm.state.disk_reads import NOTHING, Wait
 from nanovllm.state.engine_state import EngineState
-from nanovllm.state.pool import Pool, Taken
+from nanovllm.state.pool import Taken
 from nanovllm.state.prefix_keys import keys_from
 from nanovllm.state.request import Sequence
 from nanovllm.state.steady import Steady
@@ -52,13 +53,12 @@ def look_ahead(state: EngineState, taken: Taken) -> EngineState:
         assert host is not None and host.disk is not None
         rid = id_of(sequence)
         if rid not in host.disk.waits:
-            keys, start = _on_disk(replace(state.pool, host=host), disk, sequence, size)
+            start, keys, frames = looked_up(replace(state.pool, host=host), disk, mesh, sequence, size)
             num_tokens = sequence.tokens.length - 1 - start * size  # the last token runs in any case
-            keys = on_all_disks(mesh, keys)
-            host, pairs = disk_pages.read_ahead(host, rid, keys, num_tokens, size, start=start, num_before=num_before)
+            host, pairs = disk_pages.read_ahead(host, rid, keys, num_tokens, size, start=start, num_before=num_before, frames=frames)
             assert host.disk is not None
             taken.host_pages.extend(at for at, _ in pairs)
-            disk.read(pairs, last_first=host.disk.waits[rid].stop > 0)
+            disk.read(pairs, host.disk.framed, last_first=host.disk.waits[rid].stop > 0)
         num_before += 0 if host.disk.holds(rid) else sequence.todo
     state = replace(state, pool=replace(state.pool, host=host))
     if host is not None and host.disk is not None:
@@ -95,14 +95,14 @@ def _has_come_otherwise(draft: Draft, sequence: Sequence, wait: Wait) -> bool:
     """Whether the index has all pages that are still being read for a request: another one has run them meanwhile."""
     host, tokens, namespace = draft.pool.host, sequence.tokens.array(), sequence.request.namespace
     assert host is not None and host.disk is not None
-    matched = len(pools.match(draft.pool, tokens, namespace))
+    matched = len(pools.reusable(draft.pool, tokens, whole=sequence.request.keep, namespace=namespace)[0])
     if matched < len(wait.pages):  # which come after at least as many tokens
         return False
     indexed = {*islice(keys_from(tokens, 0, draft.config.page_size, namespace), matched)}
     return indexed.issuperset(host.disk.reading[at] for at in wait.pages if at in host.disk.reading)
 
 
-def _with(state: EngineState, disk: DiskTier, ended: list[tuple[int, bool]]) -> EngineState:
+def _with(state: EngineState, disk: DiskTier, ended: Ended) -> EngineState:
     """The state at the time of the disk's clock, after some reads have ended."""
     host = state.pool.host
     assert host is not None and host.disk is not None
@@ -110,7 +110,7 @@ def _with(state: EngineState, disk: DiskTier, ended: list[tuple[int, bool]]) -> 
     prompts = {id_of(sequence) for sequence in _prompts(state)}
     alive = {request_id for request_id in host.disk.waits if request_id in prompts or request_id in state.waiting.items}
     host = disk_pages.timed(disk_pages.arrived(host, ended), now, alive)
-    read = sum(whole for _, whole in ended) * state.config.page_size
+    read = sum(part > NOTHING for _, part in ended) * state.config.page_size
     return replace(state, pool=replace(state.pool, host=host), stats=state.stats.add(read_tokens=read) if read else state.stats)
 
 
@@ -126,21 +126,6 @@ def _next(state: EngineState) -> list[Sequence]:
 def _prompts(state: EngineState) -> list[Sequence]:
     """The running sequences that have prompt tokens to run. If the state has a `Steady`, there are none."""
     return [] if isinstance(state.running, Steady) else [sequence for sequence in state.running if sequence.todo > 1]
-
-
-def _on_disk(pool: Pool, disk: DiskTier, sequence: Sequence, size: int) -> tuple[list[bytes], int]:
-    """The keys of the pages with which a request can go on after those on the device, and the place of the first of them."""
-    host, tokens, namespace = pool.host, sequence.tokens.array(), sequence.request.namespace
-    assert host is not None and host.disk is not None
-    start = max(len(pools.match(pool, tokens, namespace)), sequence.num_filled // size)
-    if sequence.num_filled % size or sequence.num_exact < sequence.num_filled:
-        return [], start
-    coming, keys = {*host.disk.reading.values()}, list[bytes]()
-    for key in keys_from(tokens, start, size, namespace):
-        if not (key in host.by_key or key in coming or disk.folder.look(key)):
-            break
-        keys.append(key)
-    return keys, start
 
 
 def _all_wait(state: EngineState) -> bool:

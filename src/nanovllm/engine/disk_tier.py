@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from nanovllm.config import Mesh
+from nanovllm.config import Mesh, RopeConfig
 from nanovllm.errors import InvalidRequestError
 from nanovllm.executor.distributed import agreed, least
 from nanovllm.executor.kv_disk import READERS, DiskTier
@@ -42,8 +42,6 @@ def require_kv_dir(model: Model, kv_dir: Any, kv_dir_gib: Any, num_host_pages: i
         raise InvalidRequestError(f"kv_dir={reprlib.repr(kv_dir)} must be the name of a folder, or None")
     if not num_host_pages:
         raise InvalidRequestError(f"kv_dir={os.fspath(kv_dir)!r} needs host memory, through which KV goes to the disk: set host_kv_gib too")
-    if model.config.widest_window:
-        raise InvalidRequestError(f"kv_dir: {model.name} has sliding-window layers, whose KV cannot go to the disk")
     return as_path(kv_dir)
 
 
@@ -57,7 +55,7 @@ def add_disk(
     Raises:
         InvalidRequestError: The folder cannot be made or read, by this or another rank.
     """
-    (images,), config, mesh = memory.images, model.config, model.config.mesh
+    (images, *of_frames), config, mesh = memory.images, model.config, model.config.mesh
     identity = {
         "keys": KEYS,
         "fingerprint": model.fingerprint,
@@ -66,13 +64,20 @@ def add_disk(
         "fp8": images.dtype == FP8,
         "image": [*images.shape[1:]],
         "page_size": page_size,
-        "rope": {name: value if isinstance(value, int | float | str) else repr(value) for name, value in asdict(config.rope).items()},
+        "rope": _as_json(config.rope),
         "places": repr(config.places),
+        **({"windows": [*config.windows], "frame": [*of_frames[0].shape[1:]] if of_frames else []} if config.widest_window else {}),
+        **({} if config.local_rope is None else {"local_rope": _as_json(config.local_rope)}),
         **({} if mesh is None or mesh.size == 1 else {"rank": mesh.rank, "ranks": mesh.size}),
     }
-    files = _opened(folder, int(kv_dir_gib * 2**30), host.page_bytes, identity, mesh)
+    files = _opened(folder, int(kv_dir_gib * 2**30), host.bytes_of(framed=False), identity, mesh)
     rate, now = agreed(mesh, [_read_rate(files, 1 if mesh is None else mesh.size), time.perf_counter()])
     return DiskTier(files, memory), replace(host, disk=DiskReads(bytes_per_second=rate, now=now))
+
+
+def _as_json(rope: RopeConfig) -> dict[str, Any]:
+    """A rotary position embedding as JSON values."""
+    return {name: value if isinstance(value, int | float | str) else repr(value) for name, value in asdict(rope).items()}
 
 
 def _opened(folder: Path, max_bytes: int, page_bytes: int, identity: dict[str, Any], mesh: Mesh | None) -> PageFolder:

@@ -24,13 +24,14 @@ def copied(state: EngineState, moves: Moves | None, taken: Taken, host: HostPage
     taken.host_pages.extend(moves.out)  # a bare page whose frame is written stays what it was before: without its frame
     memory, disk = runtime_of(state).host, runtime_of(state).disk
     assert memory is not None and host is not None
+    written = {*moves.out, *moves.frames_out}
     if disk is not None:
-        disk.overwriting(moves.out)
+        disk.overwriting(written)
     kv = memory.move(state.kv, moves)
     if disk is not None:
-        disk.keep(lasting(host, moves.out))
-    size, out, into = state.config.page_size, len({*moves.out, *moves.frames_out}), len(moves.reads)
-    return replace(state, kv=kv, stats=state.stats.add(offloaded_tokens=out * size, loaded_tokens=into * size))
+        disk.keep(lasting(host, written))
+    size, into = state.config.page_size, len(moves.reads)
+    return replace(state, kv=kv, stats=state.stats.add(offloaded_tokens=len(written) * size, loaded_tokens=into * size))
 
 
 def settled(state: EngineState, pool: Pool, taken: Taken) -> EngineState:

@@ -95,7 +95,7 @@ def init_state(
             divide the memory. "auto": a quarter of the host memory that is free, and at most twice the KV of the device. 0: none.
         kv_dir: A folder for KV that outlives the engine; it needs `host_kv_gib`. Evicted KV is written to it, and `flush_kv` writes the
             rest. A later engine of the same model reads it for requests with the same prefix, where that is faster than running the tokens.
-            Several processes may share the folder. Models with sliding-window layers cannot have one. None: KV is not kept on disk.
+            Several processes may share the folder. None: KV is not kept on disk.
         kv_dir_gib: The size limit of the files in `kv_dir`, in GiB. The pages that were not used for the longest time make room.
         mesh: The ranks that share the model, as given to `load_model`, for a program that wants to be sure. None: those of the model.
 

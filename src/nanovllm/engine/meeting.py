@@ -37,7 +37,8 @@ def tokens_before(draft: Draft, sequence: Sequence) -> int | None:
     # all reads have ended: if the next page is missing, there may be others after it
     place, keys = sequence.num_filled // size, _keys(sequence, size, wait)
     missing = next((count for count, key in enumerate(keys) if key in host.by_key), 0)
-    return max((place + missing) * size - sequence.num_filled, least_tokens(host)) if missing else None
+    least = least_tokens(host, sequence.num_filled, size)
+    return max((place + missing) * size - sequence.num_filled, least) if missing else None
 
 
 def _meets(draft: Draft, sequence: Sequence) -> Wait | None:

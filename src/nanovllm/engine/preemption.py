@@ -49,7 +49,7 @@ def strip_waiting(draft: Draft, wanted: int) -> bool:
     They look them up, or run them, again later. False if there are none, or if all of them together would not give enough.
     """
     holders = [s for s in draft.waiting if len(s.pages)]
-    if not holders or wanted > draft.pool.num_available + num_freed(draft, holders):
+    if not holders or not _suffice(draft, holders, wanted):
         return False
     while True:
         last = holders.pop()
@@ -68,6 +68,18 @@ def num_freed(draft: Draft, sequences: Iterable[Sequence]) -> int:
     counts = np.bincount(held)
     pages = np.flatnonzero(counts).astype(np.int32)
     return int(np.count_nonzero(draft.pool.pages.owners(pages) - draft.pool.prefix.contains(pages) == counts[pages]))
+
+
+def _suffice(draft: Draft, holders: list[Sequence], wanted: int) -> bool:
+    """Whether `wanted` pages, and as many frames, are available once these sequences have given up theirs."""
+    pool, frames = draft.pool, draft.pool.frames
+    if wanted > pool.pages.num_free + pool.prefix.num_idle + num_freed(draft, holders):
+        return False
+    if frames is None or wanted <= frames.num_available:
+        return True
+    needed = np.bincount(joined([(s.pages, s.retired, s.pages.length) for s in holders]))
+    pages = np.flatnonzero(needed).astype(np.int32)
+    return wanted <= frames.num_available + int(np.count_nonzero(frames.needs.get(pages) == needed[pages]))
 
 
 def _without_pages(sequence: Sequence) -> Sequence:

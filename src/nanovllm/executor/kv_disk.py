@@ -8,6 +8,8 @@ The engine's thread never waits for the disk, unless it asks to (`wait`, `drain`
 - A *write* reads a host page while the engine may want to write it. Each host page has a number that increases before the engine writes
   it (`overwriting`). If the number changed before the file was complete, the file is thrown away.
 
+The frame of a page that is apart from it has a file of its own. A read has the page, and its frame if the state asks for it.
+
 Both begin after all copies between the device and host memory that the engine had started before. An error of the disk is counted, and the
 page is left out: requests never fail by it. After an error of a write, nothing is written for `REST` seconds.
 """
@@ -15,7 +17,7 @@ page is left out: requests never fail by it. After an error of a write, nothing 
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,46 +26,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from nanovllm.executor.disk_counts import DiskCounts
 from nanovllm.executor.kv_offload import HostMemory
 from nanovllm.executor.page_file import DamagedPageError
 from nanovllm.executor.page_folder import PageFolder
 from nanovllm.executor.workers import Threads, Workers
 from nanovllm.ops.kv_cache.fp8 import as_bytes
 from nanovllm.ops.kv_cache.page_images import gather_pages
+from nanovllm.state.disk_reads import NOTHING, PAGE, WHOLE
 from nanovllm.state.kv_cache import KVState
+from nanovllm.state.prefix_keys import frame_key, is_frame
+from nanovllm.types import Tensor
 
 READERS, WRITERS = 4, 2  # threads
 REST = 30.0  # seconds without writes after a write failed: a disk that is full stays full for a while
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiskCounts:
-    """What a disk tier has done since its start.
-
-    Attributes:
-        pages_written: Pages that were written.
-        bytes_written: Their bytes.
-        pages_read: Pages that were read and whole.
-        bytes_read: Their bytes.
-        pages_missed: Pages that were not there any more when they were read.
-        pages_damaged: Pages whose file was damaged. The files are deleted.
-        pages_dropped: Pages that left host memory before they were written.
-        errors: Reads and writes that failed, such as on a full disk, or for which the system gave no thread.
-
-    Examples:
-        >>> from nanovllm.executor.kv_disk import DiskCounts
-        >>> DiskCounts(pages_read=2).pages_read
-        2
-    """
-
-    pages_written: int = 0
-    bytes_written: int = 0
-    pages_read: int = 0
-    bytes_read: int = 0
-    pages_missed: int = 0
-    pages_damaged: int = 0
-    pages_dropped: int = 0
-    errors: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -71,15 +47,15 @@ class Unwritten:
     """What is left of a prefix index and of host memory to write.
 
     Attributes:
-        version: What the index is that of: the epoch of the state, and the pages that failed calls have lost since.
-        index: The prefix index.
+        version: What the pool is that of: the epoch of the state, and the pages that failed calls have lost since.
+        pool: The pool, with the index.
         host_pages: Host pages that were not looked at yet.
         pages: Pages of the index that were not looked at yet.
-        missing: The (key, page) pairs that are not on disk.
+        missing: The (key, page) and (key, frame) pairs that are not on disk.
     """
 
     version: Any = None
-    index: Any = None
+    pool: Any = None
     host_pages: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     missing: list[tuple[bytes, int]] = field(default_factory=list)
@@ -121,7 +97,7 @@ class DiskTier:
         self._writers = writers or Threads(WRITERS, "kv-disk-write", most_held=memory.num_pages // 2)
         self._changed = threading.Condition()
         self._under_way = dict[int, bytes]()  # by host page the key that is being read into it
-        self._ended = dict[int, tuple[int, bytes, bool]]()  # by host page: the place of the read among all, its key, whether the page came
+        self._ended = dict[int, tuple[int, bytes, int]]()  # by host page: the place of the read among all, its key, what has come
         self._versions = np.zeros(memory.num_pages, np.int64)  # of the host pages
         self._queued = dict[bytes, tuple[int, int] | None]()  # keys of pages that wait to be written, each with its host page and number
         self._num_reads = self._num_ended = self._num_told = 0
@@ -131,8 +107,14 @@ class DiskTier:
 
     # Reads
 
-    def read(self, pairs: Seq[tuple[int, bytes]], *, last_first: bool = False) -> None:
-        """Begin to read pages of a prompt into host pages, the first or the last one first; `pairs` are (host page, key) in order."""
+    def read(self, pairs: Seq[tuple[int, bytes]], framed: Container[int] = (), *, last_first: bool = False) -> None:
+        """Begin to read pages of a prompt into host pages.
+
+        Args:
+            pairs: (host page, key) in the order of the prompt.
+            framed: The host pages into which the frames are read, too.
+            last_first: Whether the last page is read first.
+        """
         if not pairs:
             return
         self.overwriting(at for at, _ in pairs)
@@ -143,17 +125,17 @@ class DiskTier:
         order = [*enumerate(pairs)]
         for place, (at, key) in reversed(order) if last_first else order:
             # the first page of a prompt was used last: its later pages are of no use without it
-            job = partial(_run, weakref.ref(self), "_read", self._num_reads + place, at, key, marks, now - place)
+            job = partial(_run, weakref.ref(self), "_read", self._num_reads + place, at, key, at in framed, marks, now - place)
             if not self._readers.submit(job):
                 self._count(errors=1)
-                self._end_read(self._num_reads + place, at, key, whole=False)
+                self._end_read(self._num_reads + place, at, key, NOTHING)
         self._num_reads += len(pairs)
 
-    def ended(self, reading: Mapping[int, bytes]) -> list[tuple[int, bool]]:
-        """The reads that have ended, each with whether its page is there. It tells of them as long as the state reserves their pages.
+    def ended(self, reading: Mapping[int, bytes]) -> list[tuple[int, int]]:
+        """The reads that have ended, each with what has come: `NOTHING`, the `PAGE`, or the `WHOLE` with its frame.
 
-        Those of a prompt come in the order of its pages. A read that the engine's state does not know, because the call that began it has
-        failed, is waited for and dropped.
+        It tells of them as long as the state reserves their pages. Those of a prompt come in the order of its pages. A read that the
+        engine's state does not know, because the call that began it has failed, is waited for and dropped.
 
         Args:
             reading: The host pages that the state reserves for reads, with their keys.
@@ -167,8 +149,8 @@ class DiskTier:
             ended = {at: self._ended.get(at) for at in reading if at not in self._under_way}
             for at in [at for at in self._ended if at not in reading]:
                 del self._ended[at]
-        found = [(end[0], at, end[2]) if end and end[1] == reading[at] else (-1, at, False) for at, end in ended.items()]
-        return [(at, whole) for _, at, whole in sorted(found)]
+        found = [(end[0], at, end[2]) if end and end[1] == reading[at] else (-1, at, NOTHING) for at, end in ended.items()]
+        return [(at, part) for _, at, part in sorted(found)]
 
     def wait(self, seconds: float) -> None:
         """Let the engine's thread wait until a read ends of which `ended` has not told yet, for so long at most."""
@@ -179,24 +161,34 @@ class DiskTier:
         """Wait until all reads have ended."""
         self._readers.drain()
 
-    def _read(self, place: int, at: int, key: bytes, marks: Any, used: int) -> None:
-        whole = False
+    def _read(self, place: int, at: int, key: bytes, framed: bool, marks: Any, used: int) -> None:
+        part = NOTHING
         try:
             self._memory.wait(marks)
-            whole = self.folder.read(key, self._memory.view(at), used)
-            self._count(pages_read=1, bytes_read=self.folder.page_bytes) if whole else self._count(pages_missed=1)
+            if self._fetch(key, at, used):
+                part = WHOLE if framed and self._fetch(frame_key(key), at, used) else PAGE
+        finally:
+            self._end_read(place, at, key, part)
+
+    def _fetch(self, key: bytes, at: int, used: int) -> bool:
+        """Read one file into a host page. Returns whether its content has come."""
+        image, kind = self._memory.view(at, is_frame(key)), _kind(key)
+        try:
+            if self.folder.read(key, image, used):
+                self._count(**{f"{kind}_read": 1, "bytes_read": len(image)})
+                return True
+            self._count(**{f"{kind}_missed": 1})
         except DamagedPageError:
-            self._count(pages_damaged=1)
+            self._count(**{f"{kind}_damaged": 1})
         except OSError:
             self._count(errors=1)
-        finally:
-            self._end_read(place, at, key, whole)
+        return False
 
-    def _end_read(self, place: int, at: int, key: bytes, whole: bool) -> None:
+    def _end_read(self, place: int, at: int, key: bytes, part: int) -> None:
         """Note the end of a read."""
         with self._changed:
             del self._under_way[at]
-            self._ended[at] = place, key, whole
+            self._ended[at] = place, key, part
             self._num_ended += 1
             self._changed.notify_all()
 
@@ -214,7 +206,10 @@ class DiskTier:
             self._versions[at] += 1
 
     def keep(self, pairs: Iterable[tuple[int, bytes]]) -> None:
-        """Write pages later that the folder does not have; `pairs` are (host page, key). The copies that fill them were begun before."""
+        """Write pages and frames later that the folder does not have; `pairs` are (host page, key).
+
+        The copies that fill the host pages were begun before.
+        """
         fresh = [(at, key) for at, key in pairs if not self.has(key)]
         if not fresh:
             return
@@ -228,24 +223,27 @@ class DiskTier:
                 self._written(key, (at, version))
 
     def keep_images(self, keys: Seq[bytes], kv: KVState, pages: Seq[int]) -> None:
-        """Write pages of the device later; they are copied to host memory now, and the engine's thread waits for that.
+        """Write pages and frames of the device later; they are copied to host memory now, and the engine's thread waits for that.
 
-        If the device has no memory for the copy, the pages are left out, and one error is counted.
+        If the device has no memory for the copy, they are left out, and one error is counted.
 
         Args:
-            keys: The keys of the pages.
+            keys: The keys of pages, and of frames that are apart from pages.
             kv: The KV memory.
-            pages: The pages.
+            pages: The pages and frames.
         """
+        images, now = dict[bytes, np.ndarray](), time.time_ns()
         try:
-            images, now = _images_of(kv, pages), time.time_ns()
+            for place, pool in enumerate(kv.pools):
+                of_pool = {key: page for key, page in zip(keys, pages, strict=True) if is_frame(key) == place}
+                images.update(zip(of_pool, _images_of(pool, [*of_pool.values()]), strict=True) if of_pool else ())
         except torch.OutOfMemoryError:
             self._count(errors=1)
             return
         with self._changed:
             self._queued.update(dict.fromkeys(keys))
         for place, key in enumerate(keys):
-            if not self._writers.submit(partial(_run, weakref.ref(self), "_write", key, images[place].data, now - place)):
+            if not self._writers.submit(partial(_run, weakref.ref(self), "_write", key, images[key].data, now - place)):
                 self._count(errors=1)
                 self._written(key, None)
 
@@ -275,15 +273,15 @@ class DiskTier:
         except Exception:
             self._written(key, (at, version))
             raise
-        self._write(key, self._memory.view(at), used, (at, version))
+        self._write(key, self._memory.view(at, is_frame(key)), used, (at, version))
 
     def _write(self, key: bytes, image: memoryview, used: int, source: tuple[int, int] | None = None) -> None:
         is_valid = None if source is None else lambda: int(self._versions[source[0]]) == source[1]
         try:
             if self.clock() < self._rests_until or (is_valid is not None and not is_valid()):
-                self._count(pages_dropped=1)
+                self._count(**{f"{_kind(key)}_dropped": 1})
             elif self.folder.write(key, image, used, is_valid):
-                self._count(pages_written=1, bytes_written=self.folder.page_bytes)
+                self._count(**{f"{_kind(key)}_written": 1, "bytes_written": len(image)})
         except OSError:
             self._rests_until = self.clock() + REST
             self._count(errors=1)
@@ -310,9 +308,13 @@ def _run(owner: "weakref.ref[DiskTier]", name: str, *arguments: Any) -> None:
             tier._count(errors=1)
 
 
-def _images_of(kv: KVState, pages: Seq[int]) -> np.ndarray:
-    """The bytes of pages in host memory, uint8 `[n, page bytes]`."""
-    (pool,) = kv.pools
+def _kind(key: bytes) -> str:
+    """What a file has, as the counts of `DiskCounts` name it."""
+    return "frames" if is_frame(key) else "pages"
+
+
+def _images_of(pool: Tensor, pages: Seq[int]) -> np.ndarray:
+    """The bytes of pages of a KV pool in host memory, uint8 `[n, page bytes]`."""
     images = torch.empty((len(pages), pool.shape[0], *pool.shape[2:]), dtype=pool.dtype, device=pool.device)
     gather_pages(pool, torch.tensor(pages, dtype=torch.int32, device=pool.device), images)
     return as_bytes(images).cpu().contiguous().view(len(pages), -1).view(torch.uint8).numpy()

@@ -215,10 +215,9 @@ class HostMemory:
         self._outward.wait(marks[0])
         self._inward.wait(marks[1])
 
-    def view(self, at: int) -> memoryview:
-        """The bytes of a host page, to be read or written."""
-        (images,) = self.images
-        return as_bytes(images)[at].view(-1).view(torch.uint8).numpy().data
+    def view(self, at: int, place: int = 0) -> memoryview:
+        """The bytes of a host page in the KV pool with this place, to be read or written."""
+        return as_bytes(self.images[place])[at].view(-1).view(torch.uint8).numpy().data
 
     def _move(self, place: int, pool: Tensor, moved_out: Map[int, int], moved_in: Seq[Pair]) -> None:
         """Copy pages of one KV pool, which has this place among all."""

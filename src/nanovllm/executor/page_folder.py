@@ -1,9 +1,10 @@
-"""`PageFolder`: a folder with one file per page of KV, named by the key of the page's prefix. Several processes may share it.
+"""`PageFolder`: a folder with files of pages of KV, named by the keys of the pages' prefixes. Several processes may share it.
 
 ```
 FOLDER/.nanovllm-kv.lock              locked while files get or lose their names; holds the size of all page files
 FOLDER/IDENTITY/about.json            of which model, dtype and page size these pages are, for people
 FOLDER/IDENTITY/5f/5f02...9c.kv       one page (`page_file.py`); the name is the key in hexadecimal digits
+FOLDER/IDENTITY/5f/5f02...9c-frame.kv its frame (the KV of layers with a sliding window), where frames are apart from pages
 ```
 
 A page with a key has the same content whoever computed it, so a file is written once and never changes. It is written under a temporary
@@ -31,11 +32,12 @@ from typing import Any
 
 from nanovllm.executor.page_file import DamagedPageError, read_page, size_of, write_page
 from nanovllm.files import delete_abandoned, open_file, temporary, write_whole
+from nanovllm.state.prefix_keys import KEY_BYTES, frame_key, is_frame
 
-LOCK, ABOUT, SUFFIX = ".nanovllm-kv.lock", "about.json", ".kv"
+LOCK, ABOUT, SUFFIX, OF_FRAME = ".nanovllm-kv.lock", "about.json", ".kv", "-frame"
 SPARE = 16  # when pages are deleted, one of so many bytes of the limit becomes free, so that not every page looks for old ones
 IDENTITY = re.compile(r"[0-9a-f]{32}")
-NAME = re.compile(r"[0-9a-f]{64}\.kv")
+NAME = re.compile(rf"([0-9a-f]{{64}})({OF_FRAME})?\.kv")
 _SIZE = Struct("<qq")  # the size of all page files, and its complement, by which a torn value is found
 
 
@@ -51,12 +53,13 @@ class StoredFile:
 class PageFolder:
     """Pages of KV in files, with a limit on their total size.
 
-    Methods may be called by several threads. `keys` has what this process knows: another process may have added and deleted files.
+    What is said of pages holds for frames that are apart from pages, which have keys of their own. Several threads may call methods.
+    The folder knows what this process has seen: another process may have added and deleted files.
 
     Attributes:
         folder: The folder.
         max_bytes: The limit of all page files in it, in bytes.
-        page_bytes: The bytes of the image of a page.
+        page_bytes: The bytes of the image of a page, without those of its frame if this is apart.
 
     Args:
         folder: The folder, which is made if it is missing.
@@ -98,12 +101,17 @@ class PageFolder:
         return key in self._keys
 
     def __len__(self) -> int:
-        """The number of pages of this identity that this process knows."""
+        """The number of files of this identity that this process knows."""
         return len(self._keys)
+
+    @property
+    def num_frames(self) -> int:
+        """How many of these files are those of frames."""
+        return sum(map(is_frame, [*self._keys]))  # of a copy: other threads write files
 
     def look(self, key: bytes) -> bool:
         """Whether the folder has a page. It is looked for on the disk if this process does not know it. Raises no error."""
-        if key not in self._keys and os.path.exists(self._path(key)):  # a Path's own method raises if the folder may not be read
+        if key not in self._keys and os.path.exists(self._name(key)):  # a Path's own method raises if the folder may not be read
             self._keys.add(key)
         return key in self._keys
 
@@ -241,9 +249,13 @@ class PageFolder:
         """
         write_whole(self._own / name, json.dumps(value).encode(), mode=0o600)
 
+    def _name(self, key: bytes) -> str:
+        """The file of a page. As a string, because thousands are looked for at a time."""
+        name = key[:KEY_BYTES].hex() + OF_FRAME if is_frame(key) else key.hex()
+        return f"{self._own}{os.sep}{name[:2]}{os.sep}{name}{SUFFIX}"
+
     def _path(self, key: bytes) -> Path:
-        name = key.hex()
-        return self._own / name[:2] / (name + SUFFIX)
+        return Path(self._name(key))
 
     @contextmanager
     def _locked(self) -> Iterator[int]:
@@ -269,7 +281,7 @@ class PageFolder:
 
     def _seen(self, files: list[StoredFile]) -> int:
         """Learn which pages there are. Returns the size of all."""
-        own = {bytes.fromhex(file.path.stem) for file in files if file.path.parent.parent == self._own}
+        own = {key_in(file.path.name) for file in files if file.path.parent.parent == self._own}
         self._keys.intersection_update(own)
         self._keys.update(own)
         return sum(file.size for file in files)
@@ -292,6 +304,18 @@ class PageFolder:
             path.unlink()
             if total is not None:
                 _note(lock, max(0, total - size))
+
+
+def key_in(name: str) -> bytes:
+    """The key of the page or frame whose file has this name.
+
+    Raises:
+        ValueError: No page and no frame has such a name.
+    """
+    if (parts := NAME.fullmatch(name)) is None:
+        raise ValueError(f"{name!r} is not the name of the file of a page")
+    key = bytes.fromhex(parts[1])
+    return frame_key(key) if parts[2] else key
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:

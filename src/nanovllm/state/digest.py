@@ -89,7 +89,8 @@ def _everything(state: EngineState) -> list[bytes]:
     if (host := pool.host) is not None:
         parts += [pack("<q?", at, at in host.bare) + host.key_of[at] for at in sorted(host.key_of)]
         parts += [np.array((key, *host.moved[key].pages), np.int64).tobytes() for key in sorted(host.moved)]
-        parts += [pack("<q", at) + key for at, key in sorted(host.disk.reading.items())] if host.disk is not None else []
+        if (disk := host.disk) is not None:
+            parts += [pack("<q?", at, at in disk.framed) + key for at, key in sorted(disk.reading.items())]
         parts += [np.array(host.ages.pages(), np.int64).tobytes(), host.used.counts.copy().tobytes()]
     for chunk in (state.chunks[key] for key in sorted(state.chunks)):
         parts += [chunk.token_ids.tobytes(), chunk.pages.array().tobytes(), str(chunk.provenance).encode(), pack("<q", chunk.num_exact)]

@@ -211,7 +211,11 @@ def check_host(host: HostPages) -> None:
     reading = {} if host.disk is None else dict(host.disk.reading)
     both = sorted((key_of.keys() | kept) & reading.keys())
     _require(not both, "host pages", f"host pages {both[:8]} are used and read")
-    twice = [key.hex()[:8] for key, count in Counter(reading.values()).items() if count > 1]
+    framed = {} if host.disk is None else dict(host.disk.framed)
+    alone = sorted(framed.keys() - reading.keys())
+    _require(not alone, "host pages", f"frames are read into host pages {alone[:8]} without their pages")
+    reads = Counter((key, at in framed) for at, key in reading.items())
+    twice = [key.hex()[:8] for (key, _), count in reads.items() if count > 1]
     _require(not twice, "host pages", f"prefixes {twice[:8]} are read twice")
     _require(not host.held, "moved chunks", f"host pages {host.held[:8]} are held after the call that gave them up")
     owners = Counter([*key_of, *reading])

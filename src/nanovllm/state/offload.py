@@ -121,6 +121,15 @@ class HostPages:
         """The number of host pages."""
         return self.used.num_pages
 
+    @property
+    def apart(self) -> bool:
+        """Whether frames are apart from pages, because some layers have a window and some have none."""
+        return 0 < self.frame_bytes < self.page_bytes
+
+    def bytes_of(self, framed: bool) -> int:
+        """The bytes of a page, with or without its frame."""
+        return self.page_bytes if framed or not self.apart else self.page_bytes - self.frame_bytes
+
 
 def init_host(num_pages: int, page_bytes: int, rates: Rates, frame_bytes: int = 0) -> HostPages:
     """`num_pages` host pages, all of them free."""
@@ -235,10 +244,7 @@ def settled(host: HostPages) -> tuple[HostPages, Moves]:
 def forget(host: HostPages, lost: Iterable[int]) -> HostPages:
     """Take host pages whose content was lost out of the index."""
     if host.disk is not None and (read := [at for at in lost if at in host.disk.reading]):
-        reading = host.disk.reading
-        for at in read:
-            reading = reading.delete(at)
-        host = replace(host, used=page_ops.release(host.used, _array(read)), disk=replace(host.disk, reading=reading))
+        host = replace(host, used=page_ops.release(host.used, _array(read)), disk=host.disk.without(read))
     return _dropped(host, [at for at in lost if at in host.key_of])
 
 

@@ -14,6 +14,7 @@ from nanovllm.state.prefix_cache import ROOT, PrefixIndex
 
 KEY_BYTES = 32
 PARTLY = b"+"  # at the end of the key of a page that is partly filled
+FRAME = b"f"  # at the end of the key of a page's frame, where both are kept apart
 
 
 def keys_from(tokens: np.ndarray, start: int, page_size: int, namespace: int = 0) -> Iterator[bytes]:
@@ -42,6 +43,16 @@ def key_of(tokens: np.ndarray, namespace: int = 0) -> bytes:
 def is_full(key: bytes) -> bool:
     """Whether a key is that of a full page, which any request with this prefix can use."""
     return len(key) == KEY_BYTES
+
+
+def frame_key(key: bytes) -> bytes:
+    """The key of the frame (the KV memory of sliding-window layers) of the full page with this key."""
+    return key + FRAME
+
+
+def is_frame(key: bytes) -> bool:
+    """Whether a key is that of a frame."""
+    return len(key) > KEY_BYTES and key.endswith(FRAME)
 
 
 def keys_of(index: PrefixIndex, pages: np.ndarray) -> list[bytes]:

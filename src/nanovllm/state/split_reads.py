@@ -90,15 +90,18 @@ def tokens_to_meeting(host: HostPages, wait: Wait, num_filled: int, page_size: i
         None if no read that is under way is of use to it, or if running all would have ended by now.
     """
     assert host.disk is not None
-    next_page, num_read = num_filled // page_size, sum(at in host.disk.reading for at in wait.pages)
+    under_way = [at in host.disk.framed for at in wait.pages if at in host.disk.reading]
+    next_page, num_read = num_filled // page_size, len(under_way)
     between = wait.start + num_read - next_page  # pages between the next one and those that have come
     if between <= 0 or next_page >= wait.stop or host.disk.now >= wait.until:
         return None
-    run, read = page_size / host.rates.tokens_per_second, host.page_bytes / host.disk.bytes_per_second
+    run = page_size / host.rates.tokens_per_second
+    read = sum(map(host.bytes_of, under_way)) / max(1, num_read) / host.disk.bytes_per_second
     count = max(1, wait.start - next_page, math.ceil(between * read / (run + read)))
-    return max((next_page + count) * page_size - num_filled, least_tokens(host))
+    return max((next_page + count) * page_size - num_filled, least_tokens(host, num_filled, page_size))
 
 
-def least_tokens(host: HostPages) -> int:
-    """How many tokens a pass over the model runs at least, if it runs part of a prompt."""
-    return int(PASS * host.rates.tokens_per_second)
+def least_tokens(host: HostPages, num_filled: int, page_size: int) -> int:
+    """How many tokens after those that are filled a pass runs at least, if it runs part of a prompt: up to the end of a page."""
+    least = int(PASS * host.rates.tokens_per_second)
+    return -(-(num_filled + least) // page_size) * page_size - num_filled

@@ -19,6 +19,7 @@ from nanovllm.testing.draws import Draws
 from nanovllm.testing.machines.cascade import CascadeChunkMachine, CascadeMachine
 from nanovllm.testing.machines.chunks import ChunkMachine, ModelChunkMachine
 from nanovllm.testing.machines.disk import DiskMachine
+from nanovllm.testing.machines.disk_windows import DiskFrameMachine, DiskWindowMachine
 from nanovllm.testing.machines.engine import EngineMachine
 from nanovllm.testing.machines.failures import FailureMachine
 from nanovllm.testing.machines.frames import FrameMachine
@@ -36,7 +37,9 @@ __all__ = [
     "CascadeChunkMachine",
     "CascadeMachine",
     "ChunkMachine",
+    "DiskFrameMachine",
     "DiskMachine",
+    "DiskWindowMachine",
     "Draws",
     "EngineMachine",
     "FailureMachine",

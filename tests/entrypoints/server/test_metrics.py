@@ -18,8 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from nanovllm.entrypoints.server.answer_counts import AnswerCounts
 from nanovllm.entrypoints.server.engine_metrics import BUCKETS, GAPS, MOST_HTTP, EngineMetrics, Histogram, Timeline
 from nanovllm.entrypoints.server.settings import Settings
+from nanovllm.executor.disk_counts import DiskCounts
 from nanovllm.executor.executor import runtime_of
-from nanovllm.executor.kv_disk import DiskCounts
 from nanovllm.state.request import Queue
 from tests.entrypoints.server.live import Live
 
@@ -240,8 +240,8 @@ def test_a_request_leaves_the_queue_when_its_first_step_begins() -> None:
     assert metrics.histograms["prefill"].sum == 2.0 + 1.0 and metrics.histograms["time_to_first_token"].sum == 5.0 + 3.0
 
 
-def test_pages_that_the_disk_lacked_and_that_were_not_written_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = DiskCounts(pages_missed=3, pages_dropped=2)
+def test_what_the_disk_lacked_and_what_was_not_written_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = DiskCounts(pages_missed=3, pages_dropped=2, frames_missed=5, frames_dropped=4, frames_damaged=1)
     with Live(num_pages=64, host_kv_gib=0.01, kv_dir=tmp_path, kv_dir_gib=0.01) as live:
         before = scraped(live)
         assert of(before, "nanovllm_disk_missed_pages_total") == of(before, "nanovllm_disk_dropped_pages_total") == 0
@@ -251,3 +251,4 @@ def test_pages_that_the_disk_lacked_and_that_were_not_written_are_counted(tmp_pa
         after = scraped(live)
     assert of(after, "nanovllm_disk_missed_pages_total") == 3 and of(after, "nanovllm_disk_dropped_pages_total") == 2
     assert of(after, "nanovllm_disk_damaged_pages_total") == 0
+    assert [of(after, f"nanovllm_disk_{name}_frames_total") for name in ("missed", "dropped", "damaged")] == [5, 4, 1]

@@ -13,6 +13,8 @@ import pytest
 
 import nanovllm as nv
 from nanovllm.chunks.storage import blocks
+from nanovllm.engine import host_memory
+from nanovllm.engine.disk_flush import flush_kv
 from nanovllm.entrypoints.server import saved_chunks
 from nanovllm.entrypoints.server.settings import Settings
 from nanovllm.entrypoints.server.side_thread import Between, Later, SideThread
@@ -352,6 +354,30 @@ def test_kept_chunks_come_back_at_the_next_start(
         assert restarted(server) == [("a", 2), ("b", 2), ("king", 3)]
         assert "a chunk was not saved: there are 4 chunk files" in capfd.readouterr().err
         server.wait_until_idle()
+
+
+@pytest.mark.parametrize("windows", [(6, 0), (6, 5)], ids=["mixed", "alone"])
+def test_a_server_with_windows_has_its_chunks_and_its_prompts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, windows: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(host_memory, "tokens_per_second", lambda model, limits, executor, kv, *_: (1.0, kv))  # so that it always reads
+    (chunks := tmp_path / "chunks").mkdir()
+    settings = Settings(shutdown_seconds=1.0, chunk_dir=chunks, keep_chunks=True, max_chunks=4)
+    kept = {"host_kv_gib": 0.01, "kv_dir": tmp_path / "kv", "kv_dir_gib": 0.01}
+    ids, bodies = [*range(9, 40)], [{**GREEDY, "prompt": [*range(3, 60)]}, {**GREEDY, "prompt": [7, 8], "chunks": ["king"]}]
+    with Live(random_model(tiny_config(windows=windows)), settings, num_pages=64, num_frames=64, page_size=4, **kept) as live:
+        assert live.post("/v1/chunks", {"name": "king", "token_ids": ids}).status == 200
+        wanted = [live.post("/v1/completions", body).json()["choices"] for body in bodies]
+        live.wait_until_idle()
+        live.stop_engine()
+        live.engine.save_chunks()
+        flush_kv(live.engine.state)
+        live.start_engine()
+        live.wait_until_healthy()
+        assert [chunk["tokens"] for chunk in live.get("/v1/chunks").json()["data"]] == [len(ids)]
+        assert [live.post("/v1/completions", body).json()["choices"] for body in bodies] == wanted
+        assert live.engine.state.stats.read_tokens == 56
+        live.wait_until_idle()
 
 
 def test_what_happens_to_one_file_keeps_no_engine_from_its_start(

@@ -61,8 +61,8 @@ def _forgets_reads_after_a_failure_without_freeing(forget):
 
 
 def _gives_away_pages_that_are_being_read(read_ahead):
-    def faulty(host, *arguments):
-        after, pairs = read_ahead(host, *arguments)
+    def faulty(host, *arguments, **options):
+        after, pairs = read_ahead(host, *arguments, **options)
         return replace(after, used=page_ops.release(after.used, np.array([at for at, _ in pairs], np.int32))), pairs
 
     return faulty
@@ -106,8 +106,8 @@ def _counts_a_page_that_came_twice(arrived):
 
 
 def _lets_reads_replace_chunks(read_ahead):
-    def faulty(host, request_id, keys, *arguments):
-        after, pairs = read_ahead(host, request_id, keys, *arguments)
+    def faulty(host, request_id, keys, *arguments, **options):
+        after, pairs = read_ahead(host, request_id, keys, *arguments, **options)
         kept = np.array([at for key in keys if (at := after.by_key.get(key)) is not None and after.used.refcount(at) > 1], np.int32)
         return replace(after, ages=lru.add(lru.remove(after.ages, kept), kept)), pairs
 

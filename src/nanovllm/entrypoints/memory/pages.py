@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from nanovllm.executor.kv_disk import DiskCounts
+from nanovllm.executor.disk_counts import DiskCounts
 from nanovllm.state.chunk import EXACT, Provenance
 
 Kind = Literal["chunk", "running", "waiting", "kept", "session"]
@@ -125,6 +125,7 @@ class DiskReport:
 
     Attributes:
         num_pages: Pages of this model that the engine knows.
+        num_frames: Frames (the KV memory of sliding-window layers) of these pages, where they are apart, because other layers have none.
         num_bytes: The bytes of all pages in the folder, those of other models included.
         max_bytes: The limit of `num_bytes`.
         counts: What was read and written since the engine was made.
@@ -137,6 +138,7 @@ class DiskReport:
     """
 
     num_pages: int
+    num_frames: int
     num_bytes: int
     max_bytes: int
     counts: DiskCounts

@@ -145,7 +145,10 @@ def _disk(state: EngineState) -> DiskReport | None:
     if not isinstance(state.runtime, Runtime) or (disk := state.runtime.disk) is None:
         return None
     folder = disk.folder
-    return DiskReport(num_pages=len(folder), num_bytes=folder.size, max_bytes=folder.max_bytes, counts=disk.counts)
+    num_frames = folder.num_frames
+    return DiskReport(
+        num_pages=len(folder) - num_frames, num_frames=num_frames, num_bytes=folder.size, max_bytes=folder.max_bytes, counts=disk.counts
+    )
 
 
 Draft = tuple[Chunk | Sequence, Kind, int]  # an owner, what it is, and its number

@@ -149,10 +149,11 @@ def figures(report: PageFigures) -> list[str]:
         lines.append(f"{host} ({size(report.num_host_used * report.page_bytes)})")
     if (disk := report.disk) is not None:
         counts = disk.counts
-        failed = f"{counts.pages_damaged:,} damaged, {counts.errors:,} errors"
+        failed = f"{counts.pages_damaged + counts.frames_damaged:,} damaged, {counts.errors:,} errors"
+        files = _count(disk.num_pages, "page") + (f" and {_count(disk.num_frames, 'frame')}" if disk.num_frames else "")
         lines.append(
-            f"{_count(disk.num_pages, 'page')} on disk; all take {size(disk.num_bytes)} of {size(disk.max_bytes)}; "
-            f"{counts.pages_written:,} written, {counts.pages_read:,} read, {failed}"
+            f"{files} on disk; all take {size(disk.num_bytes)} of {size(disk.max_bytes)}; "
+            f"{counts.pages_written + counts.frames_written:,} written, {counts.pages_read + counts.frames_read:,} read, {failed}"
         )
     if (frames := report.frames) is not None:
         what = f"{_count(frames.num_frames, 'frame')} for layers with windows, {size(frames.frame_bytes)} each"

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from nanovllm.executor.disk_counts import DiskCounts
 from nanovllm.executor.executor import runtime_of
-from nanovllm.executor.kv_disk import DiskCounts
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.request import Queue, RequestOutput
 
@@ -214,5 +214,8 @@ def disk_figures(state: EngineState) -> dict[str, int]:
         "disk_pages_damaged": counts.pages_damaged,
         "disk_pages_missed": counts.pages_missed,
         "disk_pages_dropped": counts.pages_dropped,
+        "disk_frames_damaged": counts.frames_damaged,
+        "disk_frames_missed": counts.frames_missed,
+        "disk_frames_dropped": counts.frames_dropped,
         "disk_errors": counts.errors,
     }

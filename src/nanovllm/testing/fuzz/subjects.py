@@ -17,6 +17,7 @@ from nanovllm.testing.fuzz.program import Import
 from nanovllm.testing.machines.cascade import CascadeChunkMachine, CascadeMachine
 from nanovllm.testing.machines.chunks import ChunkMachine, ModelChunkMachine
 from nanovllm.testing.machines.disk import DiskMachine
+from nanovllm.testing.machines.disk_windows import DiskFrameMachine, DiskWindowMachine
 from nanovllm.testing.machines.engine import EngineMachine
 from nanovllm.testing.machines.engine_holder import EngineHolder
 from nanovllm.testing.machines.failures import FailureMachine
@@ -53,6 +54,8 @@ MACHINES: Mapping[str, Machine] = MappingProxyType(
         "host-windows": HostWindowMachine,
         "host-frames": HostFrameMachine,
         "host-window-chunks": HostWindowChunkMachine,
+        "disk-windows": DiskWindowMachine,
+        "disk-frames": DiskFrameMachine,
     }
 )
 

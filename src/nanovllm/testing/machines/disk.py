@@ -14,19 +14,17 @@ from nanovllm.engine.disk_flush import flush_kv
 from nanovllm.engine.donation import enter
 from nanovllm.engine.requests import cancel, submit
 from nanovllm.engine.step import step
-from nanovllm.executor.executor import executor_of, runtime_of
+from nanovllm.executor.executor import runtime_of
 from nanovllm.executor.page_file import size_of
+from nanovllm.executor.page_folder import key_in
 from nanovllm.state.disk_reads import DiskReads
 from nanovllm.state.engine_state import EngineState
-from nanovllm.state.kv_cache import bytes_per_page
-from nanovllm.state.offload import init_host
-from nanovllm.state.prefix_keys import is_full, keys_from, keys_of
-from nanovllm.testing.machines.engine_holder import in_memory
-from nanovllm.testing.machines.host_memory import ALWAYS, HostMemoryMachine
-from nanovllm.testing.shadows.late_copies import FlakyHostMemory
+from nanovllm.state.offload import HostPages
+from nanovllm.state.prefix_keys import KEY_BYTES, frame_key, is_frame, is_full, keys_from, keys_of
+from nanovllm.testing.machines.engine_holder import in_memory, room_of
+from nanovllm.testing.machines.host_memory import HostMemoryMachine, with_host_memory
 from nanovllm.testing.shadows.late_disk import FlakyFolder, LateDiskTier
 from nanovllm.testing.shadows.memory import expect
-from nanovllm.testing.shadows.worlds import FlakyExecutor
 from nanovllm.testing.strategies import Limits, limits, token_ids
 
 
@@ -67,27 +65,26 @@ class DiskMachine(HostMemoryMachine):
         the front of their prompts meanwhile.
         """
         self.slowness = slowness
-        self.limits, self.folder = data.draw(limits(self.max_tokens)), Path(tempfile.mkdtemp(prefix="nanovllm-kv-", dir=in_memory()))
+        frames = None if self.num_frames is None else st.integers(*self.num_frames)
+        self.limits = data.draw(limits(self.max_tokens, num_frames=frames))
+        self.folder = Path(tempfile.mkdtemp(prefix="nanovllm-kv-", dir=in_memory()))
         self.max_bytes = data.draw(st.integers(1, 16))  # pages, until the size of one is known
         self.state = self._engine(num_host_pages)
-        self.most_pinned = max(2, self.state.config.num_pages // 2)
+        self.most_pinned = max(2, room_of(self.state) // 2)
 
     def _engine(self, num_host_pages: int) -> EngineState:
         """An engine of this machine's limits that uses the folder."""
         assert self.limits is not None
-        state = self.world.init_state(self.limits)
-        kv, config, runtime, executor = state.kv, state.config, runtime_of(state), executor_of(state)
-        assert isinstance(executor, FlakyExecutor)
-        page = bytes_per_page(self.world.model.config, page_size=config.page_size, dtype=kv.pools[0].dtype)
-        runtime.host = FlakyHostMemory(kv, num_host_pages, executor)
-        runtime.disk = LateDiskTier(self._open(page), runtime.host)
-        rate = page / (self.slowness * config.page_size) if self.slowness else 1e15  # in which ALWAYS runs one token per second
-        host = replace(init_host(num_host_pages, page, ALWAYS), disk=DiskReads(bytes_per_second=rate))
-        return replace(state, pool=replace(state.pool, host=host))
+        state = with_host_memory(self.world.init_state(self.limits), self.world.model, num_host_pages)
+        host, runtime = state.pool.host, runtime_of(state)
+        assert host is not None and runtime.host is not None
+        runtime.disk = LateDiskTier(self._open(host), runtime.host)
+        rate = host.page_bytes / (self.slowness * state.config.page_size) if self.slowness else 1e15  # ALWAYS runs a token per second
+        return replace(state, pool=replace(state.pool, host=replace(host, disk=DiskReads(bytes_per_second=rate))))
 
-    def _open(self, page_bytes: int) -> FlakyFolder:
+    def _open(self, host: HostPages) -> FlakyFolder:
         assert self.folder is not None
-        return FlakyFolder(self.folder, self.max_bytes * size_of(page_bytes), page_bytes, {"machine": "disk"})
+        return FlakyFolder(self.folder, self.max_bytes * size_of(host.page_bytes), host.bytes_of(framed=False), {"machine": "disk"})
 
     @property
     def _disk(self) -> LateDiskTier:
@@ -104,7 +101,7 @@ class DiskMachine(HostMemoryMachine):
         if self.folder is None:
             return {}
         files = (Path(top, name) for top, _, names in os.walk(self.folder) for name in names if name.endswith(".kv"))
-        return {bytes.fromhex(path.stem): path for path in files}
+        return {key_in(path.name): path for path in files}
 
     @rule(reads=st.integers(0, 4), writes=st.integers(0, 8), copied=st.booleans())
     def work(self, reads: int, writes: int, copied: bool) -> None:
@@ -131,7 +128,7 @@ class DiskMachine(HostMemoryMachine):
         self.state.runtime.lease.lose([], [host.by_key[key] for key in away if key in host.by_key])  # as after a failed call
         key = away[data.draw(st.integers(0, len(away) - 1))]
         if damaged:
-            self._change(self._stored()[key], data.draw(st.integers(0, 255)))
+            self._change(self._file_of(data, key), data.draw(st.integers(0, 255)))
         options, before = self._options(data), {*self.pending}
         self._submit(None, [0], options, keep=False)
         self._submit(None, self.prefixes[key] + more, options, keep=False)
@@ -168,7 +165,7 @@ class DiskMachine(HostMemoryMachine):
             return
         self.state.runtime.lease.lose(idle, [*host.key_of])  # as after a failed call
         if damaged:
-            self._change(stored[away[data.draw(st.integers(0, len(away) - 1))]], 0)
+            self._change(self._file_of(data, away[data.draw(st.integers(0, len(away) - 1))]), 0)
         self._submit(None, prompt + more, self._options(data), keep=False)
         for count in reads:
             self.step(1)
@@ -191,9 +188,9 @@ class DiskMachine(HostMemoryMachine):
     @rule()
     def crash(self) -> None:
         """The disk tier starts again in the middle of its reads and writes."""
-        memory, folder = runtime_of(self.state).host, self._disk.folder
-        assert memory is not None
-        runtime_of(self.state).disk = LateDiskTier(self._open(folder.page_bytes), memory)
+        memory, host = runtime_of(self.state).host, self.state.pool.host
+        assert memory is not None and host is not None
+        runtime_of(self.state).disk = LateDiskTier(self._open(host), memory)
 
     @rule(failing=st.booleans())
     def break_disk(self, failing: bool) -> None:
@@ -215,6 +212,12 @@ class DiskMachine(HostMemoryMachine):
             case "lose":
                 path.unlink()
 
+    def _file_of(self, data: st.DataObject, key: bytes) -> Path:
+        """The file of a page, or that of its frame if there is one."""
+        stored = self._stored()
+        frame = stored.get(frame_key(key))
+        return stored[key] if frame is None or data.draw(st.booleans()) else frame
+
     def _change(self, path: Path, at: int) -> None:
         """Change a bit of a file."""
         if content := bytearray(path.read_bytes()):
@@ -228,7 +231,7 @@ class DiskMachine(HostMemoryMachine):
         known = self._known()
         prompt = [*self.prefixes[known[data.draw(st.integers(0, len(known) - 1))]], *more]
         state = self._engine(num_host_pages)
-        if len(prompt) + 1 >= state.config.max_model_len or (len(prompt) + 1) // state.config.page_size + 1 > state.config.num_pages:
+        if len(prompt) + 1 >= state.config.max_model_len or (len(prompt) + 1) // state.config.page_size + 1 > room_of(state):
             return
         params = replace(self._options(data), max_tokens=1, ignore_eos=True)
         state, rid = submit(self.world.model, state, prompt, params)
@@ -248,18 +251,20 @@ class DiskMachine(HostMemoryMachine):
     @rule()
     def compare_disk(self) -> None:
         """Compare the content of each whole file with that of the page it was written from, and the size of all with the limit."""
-        folder, size = self._disk.folder, 0
+        host, most, size = self.state.pool.host, self._disk.folder.max_bytes, 0
+        assert host is not None
         for key, path in self._stored().items():
-            expect(is_full(key), f"file {path} has a page that is partly filled")
+            framed = is_frame(key)
+            expect(is_full(key) or framed, f"file {path} has a page that is partly filled")
             size += path.stat().st_size
-            image = bytearray(folder.page_bytes)
+            image = bytearray(host.frame_bytes if framed else host.bytes_of(framed=False))
             try:
-                whole = self._open(folder.page_bytes).read(key, memoryview(image))
+                whole = self._open(host).read(key, memoryview(image))
             except Exception:  # damaged by this machine
                 continue
-            alike = not whole or self._is_image(key, 0, bytes(image), self.state.kv.pools[0].dtype)
-            expect(alike, f"file {path} has other KV than its page had", invariant=16)
-        expect(size <= folder.max_bytes, f"{size} bytes are on disk, and at most {folder.max_bytes} may be")
+            alike = not whole or self._is_image(key[:KEY_BYTES], framed, bytes(image), self.state.kv.pools[0].dtype)
+            expect(alike, f"file {path} has other KV than its {'frame' if framed else 'page'} had", invariant=16)
+        expect(size <= most, f"{size} bytes are on disk, and at most {most} may be")
 
     def teardown(self) -> None:
         """Compare the files a last time, and check that all requests and sessions end and all pages return."""

@@ -25,7 +25,7 @@ from nanovllm.state.chunk import Chunk
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.kv_cache import pages_for
 from nanovllm.state.moved_chunks import move_in
-from nanovllm.state.request import Request, Sequence, StepOutput
+from nanovllm.state.request import Request, RequestOutput, Sequence, StepOutput
 from nanovllm.state.window_frames import least_frames
 from nanovllm.testing.machines.engine_holder import EngineHolder, kv_bytes
 from nanovllm.testing.shadows.memory import expect
@@ -37,12 +37,20 @@ NO_ROOM = 1 << 30  # pages by which a chunk that cannot come back to the device 
 
 @dataclass(slots=True)
 class Pending:
-    """A submitted request as the shadow sees it. `most_filled` is the number of tokens run or reused for its KV so far."""
+    """A submitted request as the shadow sees it.
+
+    `most_filled` is the number of tokens run or reused for its KV before the newest step, and `num_cached` that of the reused ones.
+    """
 
     request: Request
     prompt: list[int]
     most_filled: int = 0
+    num_cached: int = 0
     drawn: list[int] = field(default_factory=list)
+
+    def num_needed(self, output: RequestOutput) -> int:
+        """The tokens run or reused until a step in which the request ended without another token, after it had found some KV perhaps."""
+        return self.most_filled + output.num_cached_tokens - self.num_cached
 
 
 class EngineDriver(EngineHolder):
@@ -172,6 +180,7 @@ class EngineDriver(EngineHolder):
             mine = self.pending.get(sequence.request.request_id)
             if mine is not None:
                 mine.most_filled = max(mine.most_filled, sequence.most_filled)
+                mine.num_cached = sequence.num_cached
 
     def _step(self) -> None:
         self._observe()
@@ -231,12 +240,12 @@ class EngineDriver(EngineHolder):
             alike = out.output.error is out.error and out.output.finish_reason == out.finish_reason == "error"
             expect(alike and out.error.request_id == out.request_id, f"request {out.request_id} and {out.output} have {out.error!r}")
             self._see_error(out, mine, pinned)
-            self.needed += total - 1 if out.token_ids else max(mine.most_filled, out.output.num_cached_tokens)
+            self.needed += total - 1 if out.token_ids else mine.num_needed(out.output)
         elif out.finish_reason != ends(mine.request, mine.drawn):
             expect(out.finish_reason == "length", f"request {out.request_id} ended with {out.finish_reason} after {mine.drawn}")
             short = self._too_much(mine.request, total, pinned)
             expect(short, f"request {out.request_id} was given up with {total} tokens; {pinned} pages are pinned")
-            self.needed += max(mine.most_filled, out.output.num_cached_tokens)
+            self.needed += mine.num_needed(out.output)
         else:
             self.needed += total - 1
         del self.pending[out.request_id]

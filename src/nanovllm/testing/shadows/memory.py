@@ -57,7 +57,8 @@ def freeze(value: Any) -> Any:
             ages = tuple(value.ages.pages()), tuple(value.ages.since.copy().tolist())
             moves = value.moves and tuple(frozenset(pairs.items()) for pairs in (value.moves.out, value.moves.frames_out))
             moves = moves and (*moves, value.moves.into, value.moves.frames_into, value.moves.reads)
-            disk = value.disk and (frozenset(value.disk.reading.items()), frozenset(value.disk.waits.items()), value.disk.now)
+            reads = value.disk and (value.disk.reading, value.disk.framed, value.disk.waits)
+            disk = value.disk and (*(frozenset(each.items()) for each in reads), value.disk.now)
             keys = frozenset(value.by_key.items()), frozenset(value.key_of.items()), frozenset(value.bare)
             return freeze(value.used), *keys, ages, moves, frozenset(value.moved.items()), value.held, disk
         case Frames():
