@@ -12,6 +12,7 @@ import nanovllm as nv
 from nanovllm.executor.executor import runtime_of
 from nanovllm.ops.kv_cache.fp8 import as_bytes
 from nanovllm.state.prefix_keys import keys_of
+from tests.gpu import test_host_windows_gpu as windowed
 from tests.gpu.small import random_prompts, require_same, small_model
 from tests.gpu.test_host_tier_gpu import ALWAYS, GREEDY, LIMITS
 
@@ -77,3 +78,23 @@ def test_threads_read_and_write_while_requests_run(tmp_path: Path) -> None:
         llm.close()
     disk = runtime_of(llm.state).disk
     assert disk is not None and disk.counts.pages_read > 100 and disk.counts.pages_damaged == disk.counts.errors == 0
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "fp8"])
+@pytest.mark.parametrize("windows", [(0, 48, 48, 32), (48, 32, 48, 32)])
+def test_a_later_engine_reads_pages_and_frames(tmp_path: Path, windows: tuple[int, ...], kv_dtype: str | None) -> None:
+    """Models with sliding windows: an engine that was just made has the prompts of an earlier one, and gives its replies."""
+    model, prompts = windowed.small_model(windows), windowed.prompts(300, 310, 290, 250)
+    limits = {**windowed.LIMITS, "num_pages": 120, "num_frames": 100, "kv_dtype": kv_dtype}
+    first, wanted = made(model, tmp_path, **limits), list[list[int]]()
+    for prompt in prompts:
+        wanted.append(first.generate([prompt], windowed.GREEDY)[0].token_ids)
+    first.close()
+    second = made(model, tmp_path, **limits)
+    for prompt, want in zip(prompts, wanted, strict=True):
+        (output,) = second.generate([prompt], windowed.GREEDY)
+        assert output.num_cached_tokens >= len(prompt) // 2, (output.num_cached_tokens, len(prompt))
+        require_same(model, prompt, output.token_ids, want, limits)
+        nv.check(second.state)
+    disk = runtime_of(second.state).disk
+    assert disk is not None and disk.counts.pages_read > 40 and disk.counts.pages_damaged == disk.counts.errors == 0
