@@ -72,29 +72,35 @@ def main(arguments: list[str] | None = None) -> None:
     model, name = find_model(options)
     ceiling = measure_ceiling(model.device, model.dtype)  # before an engine takes the memory
     longest = min(model.config.max_position_embeddings, max(tokens for _, tokens in options.points) + 256)
-    measured, tokens = dict[str, list[dict[str, Any]]](), dict[str, int]()
+    measured: dict[str, list[dict[str, Any]]] = {"plain": [], "fp8": []}
+    tokens = dict[str, int]()
+    written = ",".join(f"{rows}x{context}" for rows, context in options.points)
+    command = f"python benchmarks/kv_dtype.py --model {name} --points {written}"
+
+    def note() -> None:
+        """Write what there is so far: a run may be ended."""
+        results: dict[str, Any] = {"points": table(measured["plain"], measured["fp8"]), "tokens": tokens}
+        if len(tokens) == 2:
+            results["tokens_gain"] = round(tokens["fp8"] / tokens["plain"], 3)
+        if options.output:
+            options.output.write_text(json.dumps(record(model, {"kv_dtype": results}, command, options.commit), indent=1) + "\n")
+
     for way, kv_dtype in (("plain", None), ("fp8", "fp8")):
         engine = Engine(model, num_pages=options.num_pages, max_model_len=longest, kv_dtype=kv_dtype)
         limits = engine.state.config
-        fit = [(rows, context) for rows, context in options.points if obstacle(limits, rows, context, STEPS) is None]
-        measured[way] = [
-            {key: getattr(point, key) for key in ("rows", "context", "step_us", "limit_us", "roofline_percent")}
-            for point in points(engine, ceiling, fit, STEPS)
-        ]
         tokens[way] = limits.num_pages * limits.page_size
+        fit = [(rows, context) for rows, context in options.points if obstacle(limits, rows, context, STEPS) is None]
+        for point in points(engine, ceiling, fit, STEPS):
+            measured[way].append({key: getattr(point, key) for key in ("rows", "context", "step_us", "limit_us", "roofline_percent")})
+            print(way, json.dumps(measured[way][-1]), flush=True)
+            note()
         del engine
         gc.collect()
         if model.device.type == "cuda":
             torch.cuda.empty_cache()
-    rows = table(measured["plain"], measured["fp8"])
-    for row in rows:
+    for row in table(measured["plain"], measured["fp8"]):
         print(json.dumps(row), flush=True)
-    results = {"points": rows, "tokens": tokens, "tokens_gain": round(tokens["fp8"] / tokens["plain"], 3)}
-    print(json.dumps(results["tokens"] | {"gain": results["tokens_gain"]}), flush=True)
-    written = ",".join(f"{rows}x{context}" for rows, context in options.points)
-    command = f"python benchmarks/kv_dtype.py --model {name} --points {written}"
-    if options.output:
-        options.output.write_text(json.dumps(record(model, {"kv_dtype": results}, command, options.commit), indent=1) + "\n")
+    print(json.dumps(tokens), flush=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,11 @@ class Hurt:
 
 def children() -> set[int]:
     """The processes that this one has started."""
-    return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+    found = set[int]()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # of a thread that has ended meanwhile
+            found.update(int(pid) for pid in (task / "children").read_text().split())
+    return found
 
 
 @contextmanager

@@ -211,7 +211,7 @@ def test_long_rows_in_fp8_need_programs_enough() -> None:
     assert few.serves(np.array([4096], np.int32))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 16, 17, 64])
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 16, 17, 32, 33, 64])
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
 def test_tiles_in_fp8_have_registers_and_memory(head_dim: int, rows: int) -> None:
     for memory in (200_000, 158_720, 93_184):

@@ -20,8 +20,8 @@ MANY = (
     (48, (64, 4, 3, 1)), (64, (32, 2, 4, 1)), (96, (64, 4, 3, 1)), (128, (32, 2, 4, 1)), (160, (64, 4, 2, 1)), (192, (32, 2, 3, 1)),
     (224, (64, 4, 2, 1)), (0, (32, 2, 4, 1)),
 )  # fmt: skip
-# The same for few rows in FP8. Its tiles have half the bytes, so more tokens or more tiles are in flight.
-FEW_FP8 = ((2, (128, 4, 0, 32)), (8, (64, 2, 4, 8)), (PIPELINED, (64, 2, 4, 4)))
+# The same for up to 32 rows in FP8, for more those of `MANY`. Its tiles have half the bytes, so more tokens or more tiles are in flight.
+FP8 = ((2, (128, 4, 0, 32)), (8, (64, 2, 4, 8)), (16, (64, 2, 4, 4)), (32, (64, 2, 4, 2)))
 WIDE = 128  # with more channels per head, the keys and values of a tile and the next tile need the registers of 8 warps
 LONG = 1024  # a row of so many tokens does not delay the other rows of a batch of many rows
 
@@ -32,14 +32,14 @@ def cut_of(batch_size: int, head_dim: int, memory: int, *, fp8: bool = False) ->
     The numbers are tokens per tile, warps per program, tiles in flight (0: one tile, in registers) and splits per row, a power of two.
     Tiles in flight use at most `memory` bytes of shared memory.
     """
+    if fp8 and batch_size <= FP8[-1][0]:
+        tile, warps, stages, splits = next(cut for rows, cut in FP8 if batch_size <= rows)
+        most = memory // (2 * tile << (head_dim - 1).bit_length())
+        return tile, warps if head_dim <= WIDE or stages else 8, min(stages, max(1, most)), splits
     if batch_size > PIPELINED:
         best = next(cut for rows, cut in MANY if batch_size <= rows or not rows)
         token = 4 << (head_dim - 1).bit_length()  # bytes of its key and value
         return next(cut for cut in (best, (32, 2, 3, 1), (32, 2, 2, 1), (16, 2, 2, 1)) if cut[0] * cut[2] * token <= memory)
-    if fp8:
-        tile, warps, stages, splits = next(cut for rows, cut in FEW_FP8 if batch_size <= rows)
-        most = memory // (2 * tile << (head_dim - 1).bit_length())
-        return tile, warps if head_dim <= WIDE or stages else 8, min(stages, max(1, most)), splits
     warps, splits = next(cut for rows, cut in ((2, (4, 32)), (4, (8, 4)), (8, (8, 2)), (PIPELINED, (4, 2))) if batch_size <= rows)
     return 64, warps if head_dim <= WIDE else 8, 0, splits
 
