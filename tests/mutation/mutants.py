@@ -182,7 +182,11 @@ MUTANTS: tuple[Mutant, ...] = (
     *bugs(
         "state/offload.py",
         ("tests/state/test_offload.py",),
-        ("a prefix that is kept already counts as new", "host = replace(host, ages=lru.remove(host.ages, _array(known)))\n", "pass\n"),
+        (
+            "a prefix that is kept already counts as new",
+            "    host = replace(host, ages=lru.remove(host.ages, _array(at for at in found if at is not None)))\n",
+            "    pass\n",
+        ),
         (
             "of too many pages the last ones of the prompt are kept",
             "if at is None and skipped:",
@@ -616,8 +620,8 @@ MUTANTS: tuple[Mutant, ...] = (
         STRANDED,
         (
             "what waits is stripped for nothing",
-            "if not holders or wanted > draft.pool.num_available",
-            "if not holders or 0 > draft.pool.num_available",
+            "if not holders or not _suffice(draft, holders, wanted):",
+            "if not holders:",
         ),
     ),
     *bugs(

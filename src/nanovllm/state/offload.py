@@ -11,7 +11,6 @@ A host page has room for a page and its frame (the KV of layers with a sliding w
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 import numpy as np
 from immutables import Map
@@ -24,7 +23,6 @@ from nanovllm.state.pages import PageState, init_pages
 from nanovllm.state.prefix_keys import keys_from
 
 Pair = tuple[int, int]
-T = TypeVar("T")
 LATENCY = 100e-6  # seconds that the first page of a copy takes, whatever its size
 
 
@@ -188,12 +186,13 @@ def keep(host: HostPages, pages: np.ndarray, keys: list[bytes], frames: np.ndarr
     """
     if (moves := host.moves) is None:
         return host
-    known = [at for key in keys if (at := host.by_key.get(key)) is not None]
-    host = replace(host, ages=lru.remove(host.ages, _array(known)))
-    fresh = sum(key not in host.by_key for key in keys)
+    found = [host.by_key.get(key) for key in keys]
+    host = replace(host, ages=lru.remove(host.ages, _array(at for at in found if at is not None)))
+    fresh = found.count(None)
     host = replaced(host, fresh - host.used.num_free)
-    by_key, key_of, out = host.by_key, host.key_of, moves.out  # host pages that were replaced are all taken again below
-    bare, frames_out = host.bare, moves.frames_out
+    # Host pages that were replaced are all taken again below. The maps are changed as a whole: thousands of pages may leave at once.
+    by_key, key_of, out = host.by_key.mutate(), host.key_of.mutate(), moves.out.mutate()
+    bare, frames_out = host.bare.mutate(), moves.frames_out.mutate()
     used, taken = page_ops.allocate(host.used, min(host.used.num_free, fresh)) or (host.used, ())
     skipped, free, order = fresh - len(taken), iter(taken), list[int]()
     each = [None] * len(keys) if frames is None else frames.tolist()
@@ -204,15 +203,18 @@ def keep(host: HostPages, pages: np.ndarray, keys: list[bytes], frames: np.ndarr
             continue
         if at is None:
             at = next(free)
-            by_key, key_of, out = by_key.set(key, at), key_of.set(at, key), out.set(at, page)
+            by_key[key], key_of[at], out[at] = at, key, page
             if frame is not None:
-                bare, frames_out = bare.set(at, True), _without(frames_out, at)
+                bare[at] = True
+                frames_out.pop(at, None)
         if frame is not None and frame >= 0 and at in bare:
-            bare, frames_out = bare.delete(at), frames_out.set(at, frame)
+            del bare[at]
+            frames_out[at] = frame
         order.append(at)
-    unread = [at for at in dict.fromkeys(order) if used.refcount(at) == 1]
-    ages, moves = lru.add(host.ages, _array(unread)), replace(moves, out=out, frames_out=frames_out)
-    return replace(host, used=used, by_key=by_key, key_of=key_of, bare=bare, ages=ages, moves=moves)
+    held = _array(dict.fromkeys(order))
+    ages = lru.add(host.ages, held[used.owners(held) == 1])  # the others are read
+    moves = replace(moves, out=out.finish(), frames_out=frames_out.finish())
+    return replace(host, used=used, by_key=by_key.finish(), key_of=key_of.finish(), bare=bare.finish(), ages=ages, moves=moves)
 
 
 def read(host: HostPages, held: Iterable[int]) -> HostPages:
@@ -237,7 +239,8 @@ def settled(host: HostPages) -> tuple[HostPages, Moves]:
     held = _array(host.moves.reads)
     once = _array(dict.fromkeys(held[::-1].tolist()))  # the last page of a prompt is replaced first
     used = page_ops.release(host.used, held)
-    unread = _array([at for at in once.tolist() if used.refcount(at) == 1 and at in host.key_of])  # no chunk has them
+    alone = once[used.owners(once) == 1]  # no chunk has them
+    unread = _array(at for at in alone.tolist() if at in host.key_of)
     return replace(host, used=used, ages=lru.add(host.ages, unread), moves=None), host.moves
 
 
@@ -264,16 +267,12 @@ def replaced(host: HostPages, count: int) -> HostPages:
 def _dropped(host: HostPages, held: list[int]) -> HostPages:
     if not held:
         return host
-    by_key, key_of, bare, gone = host.by_key, host.key_of, host.bare, _array(held)
+    by_key, key_of, bare, gone = host.by_key.mutate(), host.key_of.mutate(), host.bare.mutate(), _array(held)
     for at in held:
-        by_key, key_of = by_key.delete(key_of[at]), key_of.delete(at)
-        bare = _without(bare, at)
+        del by_key[key_of[at]], key_of[at]
+        bare.pop(at, None)
     used, ages = page_ops.release(host.used, gone), lru.remove(host.ages, gone)
-    return replace(host, used=used, by_key=by_key, key_of=key_of, bare=bare, ages=ages)
-
-
-def _without(held: Map[int, T], at: int) -> Map[int, T]:
-    return held.delete(at) if at in held else held
+    return replace(host, used=used, by_key=by_key.finish(), key_of=key_of.finish(), bare=bare.finish(), ages=ages)
 
 
 def _array(held: Iterable[int]) -> np.ndarray:
