@@ -133,6 +133,23 @@ def test_a_matrix_without_whole_groups_stays_as_it_is(tmp_path: Path) -> None:
     torch.testing.assert_close(layer.down, load(folder).params.layers[0].down, rtol=0, atol=0)
 
 
+def test_the_report_says_why_matrices_are_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save_hf_folder(tmp_path / "plain", tiny_config(**{**SIZES, "intermediate_size": 200}))
+    assert main(["quantize", str(folder), str(tmp_path / "copy"), "--format", "w4a16", "--device", "cpu"]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "as before, because their widths are no multiples of 128: model.layers.0.mlp.down_proj" in said
+    assert "; as before: lm_head, model.embed_tokens" in said
+
+
+def test_a_format_that_fits_no_matrix_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {**SIZES, "hidden_size": 96, "num_heads": 3, "num_kv_heads": 1, "intermediate_size": 200}
+    folder, out = save_hf_folder(tmp_path / "odd", tiny_config(**sizes)), tmp_path / "made" / "copy"
+    assert main(["quantize", str(folder), str(out), "--format", "w4a16", "--device", "cpu"]) == 2
+    message = "no matrix has a width that is a multiple of 128, which w4a16 needs: use fp8 or int8"
+    assert message in " ".join(capsys.readouterr().err.split()) and not out.parent.exists()
+    assert main(["quantize", str(folder), str(out), "--format", "int8", "--device", "cpu"]) == 0
+
+
 def test_other_files_are_copied_and_other_weights_are_not(tmp_path: Path) -> None:
     folder = save_hf_folder(tmp_path / "plain", tiny_config(**SIZES))
     (folder / "chat_template.jinja").write_text("{{ messages }}")

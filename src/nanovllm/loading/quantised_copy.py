@@ -81,12 +81,14 @@ class Written:
     Attributes:
         matrices: How many matrices are quantised.
         kept: Modules whose matrices are as before.
+        uneven: Those of `kept` that would be quantised if their widths were multiples of the group.
         before: Bytes of the checkpoint's tensors.
         after: Bytes of the copy's tensors.
     """
 
     matrices: int
     kept: tuple[str, ...]
+    uneven: tuple[str, ...]
     before: int
     after: int
 
@@ -115,7 +117,7 @@ def write_quantised(
         trust_remote_code: Whether Python code in the checkpoint may be executed to find out what it is.
 
     Raises:
-        InvalidRequestError: `form` is unknown, or `out` exists or cannot be written.
+        InvalidRequestError: `form` is unknown, or fits the width of no matrix, or `out` exists or cannot be written.
         CheckpointError: The checkpoint is unreadable or quantised already, or the architecture has no file in `models/`, or stores its
             matrices in a way that compressed-tensors has not.
     """
@@ -125,7 +127,12 @@ def write_quantised(
     if (found := read_quantisation(hf, folder)) is not None:
         raise CheckpointError(f"{folder}: is quantised already ({found.method}): give the unquantised checkpoint")
     headers = read_headers(folder)
-    chosen = _chosen(folder, headers, scheme, trust_remote_code)
+    chosen, uneven = _chosen(folder, headers, scheme, trust_remote_code)
+    if not chosen:
+        others = " or ".join(other for other, each in SCHEMES.items() if each.weights["group_size"] is None)
+        raise InvalidRequestError(
+            f"{folder}: no matrix has a width that is a multiple of {scheme.weights['group_size']}, which {form} needs: use {others}"
+        )
     kept = tuple(sorted({_module(name) for name, header in headers.items() if _is_linear(name, header)} - chosen | {"lm_head"}))
     hide = not (sys.stderr.isatty() if progress is None else progress)
     before = sum(header.stop - header.start for header in headers.values())
@@ -142,11 +149,11 @@ def write_quantised(
         if (folder / TEMPLATES).is_dir():
             shutil.copytree(folder / TEMPLATES, made / TEMPLATES)
         (made / "config.json").write_text(json.dumps({**hf, "quantization_config": _config(scheme, kept)}, indent=2) + "\n")
-        return Written(matrices=len(chosen), kept=kept, before=before, after=shards.size)
+        return Written(matrices=len(chosen), kept=kept, uneven=uneven, before=before, after=shards.size)
 
 
-def _chosen(folder: Path, headers: Mapping[str, TensorHeader], scheme: Scheme, trust_remote_code: bool) -> set[str]:
-    """The modules to quantise, by their names in the checkpoint."""
+def _chosen(folder: Path, headers: Mapping[str, TensorHeader], scheme: Scheme, trust_remote_code: bool) -> tuple[set[str], tuple[str, ...]]:
+    """The modules to quantise, and those whose width is no multiple of the scheme's group, by their names in the checkpoint."""
     spec, config = read_config(folder, trust_remote_code=trust_remote_code)
     if isinstance(spec, TransformersSpec):
         raise CheckpointError(f"{folder}: {config.architecture} runs through transformers; only built-in architectures can be quantised")
@@ -165,7 +172,8 @@ def _chosen(folder: Path, headers: Mapping[str, TensorHeader], scheme: Scheme, t
         raise CheckpointError(f"{folder}: the checkpoint lacks the tensor {min(missing)}")
     if odd := sorted(name for name, dtype in found.items() if dtype not in FLOATS):
         raise CheckpointError(f"{folder}: {odd[0]} has dtype {found[odd[0]]}, expected one of {', '.join(FLOATS)}")
-    return {_module(name) for name in found}
+    uneven = sorted(_module(name) for name in headers if (whole := spec.checkpoint_name(name)) in shapes and whole not in wanted)
+    return {_module(name) for name in found}, tuple(uneven)
 
 
 def _is_linear(name: str, header: TensorHeader) -> bool:

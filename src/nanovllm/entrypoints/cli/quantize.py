@@ -10,6 +10,7 @@ from nanovllm.entrypoints.process import ended_in_order
 from nanovllm.loading.hub import require_whole, resolve_folder
 from nanovllm.loading.load_model import resolve_device
 from nanovllm.loading.quantised_copy import SCHEMES, write_quantised
+from nanovllm.ops.linear.quantise import GROUP
 
 DESCRIPTION = """\
 Write a copy of a checkpoint whose matrices of attention, MLP and experts are rounded to 8 or 4 bits, in the form of compressed-tensors.
@@ -31,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
     """Run `nanovllm quantize`. Returns the exit code.
 
     Raises:
-        InvalidRequestError: The folder exists or cannot be written.
+        InvalidRequestError: The folder exists or cannot be written, or the format fits no matrix.
         CheckpointError: The model cannot be found, or cannot be quantised.
     """
     how = {"revision": options.revision, "download": options.download, "with_code": options.trust_remote_code}
@@ -41,7 +42,9 @@ def run(options: argparse.Namespace) -> int:
     with ended_in_order():  # an unfinished folder is removed
         made = write_quantised(folder, options.out, options.format, device=device, trust_remote_code=options.trust_remote_code)
     sizes = f"{size(made.before)} became {size(made.after)}"
-    note(f"{name} in {options.out}: {made.matrices} matrices in {options.format}, {sizes}; as before: {_some(made.kept)}")
+    others = tuple(each for each in made.kept if each not in made.uneven)
+    why = f"; as before, because their widths are no multiples of {GROUP}: {_some(made.uneven)}" if made.uneven else ""
+    note(f"{name} in {options.out}: {made.matrices} matrices in {options.format}, {sizes}{why}; as before: {_some(others)}")
     return 0
 
 
