@@ -23,6 +23,7 @@ from nanovllm.loading.hub import read_json
 from nanovllm.loading.load_model import read_config
 from nanovllm.loading.quantisation.config import read_quantisation
 from nanovllm.loading.quantisation.rounding import quantisable
+from nanovllm.loading.quantisation.stored import lost_config
 from nanovllm.loading.safetensors_headers import PICKLED, TensorHeader, read_headers
 from nanovllm.loading.shards import Shards
 from nanovllm.loading.transformers.spec import TransformersSpec
@@ -127,6 +128,8 @@ def write_quantised(
     if (found := read_quantisation(hf, folder)) is not None:
         raise CheckpointError(f"{folder}: is quantised already ({found.method}): give the unquantised checkpoint")
     headers = read_headers(folder)
+    if (lost := lost_config(headers)) is not None:
+        raise CheckpointError(f"{folder}: {lost}")
     chosen, uneven = _chosen(folder, headers, scheme, trust_remote_code)
     if not chosen:
         others = " or ".join(other for other, each in SCHEMES.items() if each.weights["group_size"] is None)

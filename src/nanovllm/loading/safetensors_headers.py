@@ -87,7 +87,9 @@ def read_headers(folder: Path) -> Mapping[str, TensorHeader]:
                 raise CheckpointError(f"{folder / file}: holds {name}, which the index {placed}")
             headers[name] = header
     if places is not None and (absent := sorted(places.keys() - headers.keys())):
-        raise CheckpointError(f"{folder / places[absent[0]]}: lacks {absent[0]}, which the index places in it")
+        raise CheckpointError(
+            f"{folder / places[absent[0]]}: lacks {absent[0]}, which the index places in it: copy or download the file again"
+        )
     return MappingProxyType(headers)
 
 
