@@ -52,7 +52,9 @@ def test_the_copy_holds_what_loading_would_round(architecture: str, form: Format
     made = write_quantised(folder, tmp_path / "made" / "copy", form)
     copy, rounded = load(tmp_path / "made" / "copy"), load(folder, quantization=SCHEMES[form].kind)
     require_same(copy, rounded)
-    assert len([*(tmp_path / "made" / "copy").glob("*.safetensors")]) > 1
+    files = sorted(file.name for file in (tmp_path / "made" / "copy").glob("*.safetensors"))
+    assert files == [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)] and len(files) > 1
+    assert (tmp_path / "made" / "copy" / "model.safetensors.index.json").is_file()
     assert made.matrices > 0 and made.after < made.before
     assert os.listdir(tmp_path / "made") == ["copy"]
     kinds = {
@@ -73,12 +75,15 @@ def test_a_gpu_writes_the_same_copy(form: Format, tmp_path: Path, monkeypatch: p
     assert here == there
 
 
+@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("form", FORMATS)
-def test_transformers_reads_the_copy(form: Format, tmp_path: Path) -> None:
+def test_transformers_reads_the_copy(form: Format, sharded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the quantisation of activations, which nanovllm leaves out, its logits are the same."""
     pytest.importorskip("compressed_tensors")
     from transformers import AutoModelForCausalLM
 
+    if sharded:
+        monkeypatch.setattr(shards, "SHARD", 100_000)
     folder = save_hf_folder(tmp_path / "plain", tiny_config(**SIZES))
     write_quantised(folder, tmp_path / "copy", form)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "copy", dtype=torch.float32).eval()
@@ -159,8 +164,8 @@ def test_other_files_are_copied_and_other_weights_are_not(tmp_path: Path) -> Non
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     write_quantised(folder, tmp_path / "copy", "int8")
     names = set(os.listdir(tmp_path / "copy"))
-    assert {"chat_template.jinja", "config.json", "tokenizer.json", "model-00001.safetensors"} <= names
-    assert not names & {"pytorch_model.bin", "original", "model.safetensors"}
+    assert {"chat_template.jinja", "config.json", "tokenizer.json", "model.safetensors"} <= names
+    assert not names & {"pytorch_model.bin", "original", "model.safetensors.index.json"}
     assert (tmp_path / "copy" / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
     assert all((tmp_path / "copy" / name).stat().st_mode & 0o044 for name in names)
 

@@ -91,6 +91,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         without_index(lambda folder: shard(folder, 1).rename(shard(folder, 1, of=2))),
         "the shards model-00001-of-00002.safetensors and model-00003-of-00003.safetensors cannot be of one",
     ),
+    "names without numbers of shards, no index": (
+        without_index(lambda folder: [shard(folder, number).rename(folder / f"model-{number:05}.safetensors") for number in (1, 2, 3)]),
+        r"model-00001\.safetensors, model-00002\.safetensors, .* have other names, and no model\.safetensors\.index\.json lists them",
+    ),
     "shards without end": (
         without_index(lambda folder: shard(folder, 1).rename(folder / f"model-1-of-{'9' * 30}.safetensors")),
         "cannot be of one",

@@ -53,8 +53,11 @@ def weight_files(folder: Path) -> tuple[str, ...]:
         return (SINGLE,)
     shards = {path.name: match for path in folder.iterdir() if (match := NUMBERED.fullmatch(path.name))}
     if not shards:
+        others = sorted(path.name for path in folder.iterdir() if path.suffix == ".safetensors")
         pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLED)
         why = f"only pickle files ({', '.join(pickled)}), which can run code when read" if pickled else "no weights"
+        if others:
+            why = f"the safetensors files {', '.join(others[:3])} have other names, and no {INDEX} lists them"
         raise CheckpointError(f"{folder}: {why}; expected {SINGLE} or {INDEX}")
     forms = {(len(match[1]), match[2]) for match in shards.values()}
     if len(forms) > 1:
