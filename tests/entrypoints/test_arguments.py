@@ -30,7 +30,7 @@ def test_every_option_of_the_engine_arrives() -> None:
         ("--kv-dtype fp8", {"kv_dtype": "fp8"}),
         ("--host-kv-gib 1.5", {"host_kv_gib": 1.5}),
         ("--host-kv-gib auto", {"host_kv_gib": "auto"}),
-        ("--kv-dir kv --kv-dir-gib 2", {"kv_dir": Path("kv"), "kv_dir_gib": 2.0}),
+        ("--host-kv-gib 1 --kv-dir kv --kv-dir-gib 2", {"host_kv_gib": 1.0, "kv_dir": Path("kv"), "kv_dir_gib": 2.0}),
         ("--eager", {"compile": False}),
     ):
         assert engine_limits(parsed(given)) == {**usual, **changed}

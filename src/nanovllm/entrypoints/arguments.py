@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from nanovllm.config import KV_DTYPES
 from nanovllm.entrypoints.process import freeze
+from nanovllm.errors import InvalidRequestError
 from nanovllm.models.model import Model
 from nanovllm.ops.linear.quantise import KINDS
 from nanovllm.sampling.params import SamplingParams, from_generation_config
@@ -102,7 +103,9 @@ def freeze_if_alone(options: argparse.Namespace) -> None:
 
 
 def engine_limits(options: argparse.Namespace) -> dict[str, Any]:
-    """The options of `add_model_options` as arguments of `init_state`."""
+    """The options of `add_model_options` as arguments of `init_state`. Raises `InvalidRequestError`."""
+    if options.kv_dir is not None and not options.host_kv_gib:
+        raise InvalidRequestError(f"--kv-dir {options.kv_dir} needs host memory, through which KV goes to the disk: set --host-kv-gib too")
     names = ("num_pages", "num_frames", "host_kv_gib", "kv_dir", "kv_dir_gib", "max_model_len", "memory_fraction")
     names = (*names, "max_step_ms", "tuning", "kv_dtype")
     limits = {name: getattr(options, name) for name in names}

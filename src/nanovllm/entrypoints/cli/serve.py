@@ -126,8 +126,8 @@ def run(options: argparse.Namespace) -> int:
         tool_parser=options.tool_parser,
         reasoning_parser=options.reasoning_parser,
     )
-    if settings.chunk_dir is not None and not settings.chunk_dir.is_dir():
-        raise InvalidRequestError(f"--chunk-dir {settings.chunk_dir} is not a folder")
+    if options.chunk_dir is not None and not options.chunk_dir.is_dir():
+        raise InvalidRequestError(f"--chunk-dir {options.chunk_dir} is not a folder")
     if not settings.api_keys and not is_loopback(settings.host):
         raise InvalidRequestError(f"--host {settings.host} can be reached from elsewhere, so a key is needed: --api-key-file or {KEYS}")
     resolve_folder(model, revision=options.revision, download=options.download, with_code=options.trust_remote_code)
@@ -140,26 +140,30 @@ def run(options: argparse.Namespace) -> int:
         "device": options.device,
         "dtype": options.dtype,
         "max_num_seqs": options.max_num_seqs,
-        "kv_dir": None if options.kv_dir is None else kv_folder(options.kv_dir, settings.api_keys),
+        "kv_dir": None if options.kv_dir is None else kv_folder(as_path(options.kv_dir), settings.api_keys),
     }
+    if options.kv_dir is not None:
+        make_kv_dir(as_path(options.kv_dir), *([] if settings.chunk_dir is None else [settings.chunk_dir]))
     supervisor = Supervisor(settings, model, limits, workers=options.workers, restart=not options.no_restart)
     return supervisor.run(lambda line: print(line, flush=True))
 
 
 def chunk_folder(options: argparse.Namespace) -> Path | None:
-    """The folder of chunk files: that of `--chunk-dir`, or one in `--kv-dir`, which is made.
+    """The folder of chunk files: that of `--chunk-dir`, or one in `--kv-dir`, which `make_kv_dir` makes."""
+    return options.chunk_dir if options.kv_dir is None or options.chunk_dir is not None else as_path(options.kv_dir) / "chunks"
+
+
+def make_kv_dir(*folders: Path) -> None:
+    """Make the folder of `--kv-dir`, and other folders in this order. Those that are made are for their own user only.
 
     Raises:
-        InvalidRequestError: It cannot be made.
+        InvalidRequestError: A folder cannot be made.
     """
-    if options.kv_dir is None or options.chunk_dir is not None:
-        return options.chunk_dir
-    folder = as_path(options.kv_dir) / "chunks"
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in folders:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise InvalidRequestError(f"--kv-dir {options.kv_dir} cannot be used: {error.strerror or error}") from error
-    return folder
+        raise InvalidRequestError(f"--kv-dir {folders[0]} cannot be used: {error.strerror or error}") from error
 
 
 def kv_folder(folder: Path, keys: tuple[bytes, ...]) -> Path:
