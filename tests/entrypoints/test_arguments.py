@@ -8,6 +8,7 @@ import pytest
 from nanovllm.entrypoints.arguments import engine_limits, rounding, source
 from nanovllm.entrypoints.cli import main as cli
 from nanovllm.entrypoints.cli.load import load
+from nanovllm.errors import InvalidRequestError
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 
 
@@ -61,3 +62,11 @@ def test_another_kind_of_rounding_is_refused(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit, match="2"):
         parsed("--quantization int2")
     assert "invalid choice: 'int2'" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        parsed("--quantization w4a16")
+    assert "argument --quantization: w4a16 is called int4 here: give int4" in capsys.readouterr().err
+
+
+def test_the_head_alone_is_not_rounded() -> None:
+    with pytest.raises(InvalidRequestError, match=r"^--quantize-head needs --quantization fp8, int8 or int4$"):
+        rounding(parsed("--quantize-head"))

@@ -202,7 +202,7 @@ def test_checkpoints_that_cannot_be_quantised_are_refused(tmp_path: Path) -> Non
         write_quantised(quantised, tmp_path / "copy", "fp8")
     with pytest.raises(CheckpointError, match=r"GPT2LMHeadModel stores .* load it with quantization= instead"):
         write_quantised(save_hf_folder(tmp_path / "gpt2", tiny_config("GPT2LMHeadModel")), tmp_path / "copy", "fp8")
-    with pytest.raises(InvalidRequestError, match="format='int4' must be one of fp8, int8, w4a16"):
+    with pytest.raises(InvalidRequestError, match="format='int4' must be one of fp8, int8, w4a16; int4 is called w4a16 here"):
         write_quantised(plain, tmp_path / "copy", "int4")  # pyright: ignore[reportArgumentType]
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
@@ -222,6 +222,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert load(out).quantization == "fp8 with a scale per row (compressed-tensors)"
     assert main(["quantize", str(folder), str(out), "--format", "fp8", "--device", "cpu"]) == 2
     assert f"{out} exists" in capsys.readouterr().err
+
+
+def test_the_word_of_another_command_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["quantize", "tiny", "copy", "--format", "int4"])
+    assert "argument --format: int4 is called w4a16 here: give w4a16" in capsys.readouterr().err
 
 
 def test_a_command_that_is_ended_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Command-line arguments that several commands share."""
 
 import argparse
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -73,14 +74,27 @@ def add_quantization(parser: Any) -> None:
         "round the matrices to 8 or 4 bits while they are loaded (int4 is what compressed-tensors and nanovllm quantize call w4a16); "
         "a checkpoint that is quantised already needs no option"
     )
-    parser.add_argument("--quantization", choices=KINDS, help=kinds)
+    parser.add_argument("--quantization", type=renamed("w4a16", "int4"), choices=KINDS, help=kinds)
     parser.add_argument("--quantize-head", action="store_true", help="with --quantization: round the output matrix, too")
     rounds = "with FP8 weights that have a scale per row: round activations of steps of many tokens, too: faster, less exact"
     parser.add_argument("--fp8-activations", action="store_true", help=rounds)
 
 
+def renamed(other: str, name: str) -> Callable[[str], str]:
+    """The type of an option whose value `name` is called `other` elsewhere."""
+
+    def value(text: str) -> str:
+        if text == other:
+            raise argparse.ArgumentTypeError(f"{other} is called {name} here: give {name}")
+        return text
+
+    return value
+
+
 def rounding(options: argparse.Namespace) -> dict[str, Any]:
-    """The values of `add_quantization` as arguments of `load_model`."""
+    """The values of `add_quantization` as arguments of `load_model`. Raises `InvalidRequestError`."""
+    if options.quantize_head and options.quantization is None:
+        raise InvalidRequestError(f"--quantize-head needs --quantization {', '.join(KINDS[:-1])} or {KINDS[-1]}")
     return {"quantization": options.quantization, "quantize_head": options.quantize_head, "fp8_activations": options.fp8_activations}
 
 

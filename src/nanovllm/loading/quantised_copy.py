@@ -123,7 +123,8 @@ def write_quantised(
             matrices in a way that compressed-tensors has not.
     """
     if form not in SCHEMES:
-        raise InvalidRequestError(f"format={form!r} must be one of {', '.join(SCHEMES)}")
+        other = "; int4 is called w4a16 here" if form == "int4" else ""
+        raise InvalidRequestError(f"format={form!r} must be one of {', '.join(SCHEMES)}{other}")
     scheme, hf = SCHEMES[form], read_json(folder / "config.json", required=True)
     if (found := read_quantisation(hf, folder)) is not None:
         raise CheckpointError(f"{folder}: is quantised already ({found.method}): give the unquantised checkpoint")

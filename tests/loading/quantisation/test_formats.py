@@ -327,6 +327,7 @@ def test_wrong_options(tmp_path: Path) -> None:
     for how, message in (
         ({"quantization": "int2"}, "quantization='int2' must be one of fp8, int8, int4"),
         ({"quantization": True}, "quantization=True"),
+        ({"quantization": "w4a16"}, "must be one of fp8, int8, int4, or None; w4a16 is called int4 here"),
         ({"quantize_head": True}, "quantize_head=True needs"),
         ({"quantization": "fp8", "quantize_head": 1}, "quantize_head=1 must be True or False"),
     ):

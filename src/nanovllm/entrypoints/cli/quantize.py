@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from nanovllm.entrypoints.arguments import DEVICE, add_source
+from nanovllm.entrypoints.arguments import DEVICE, add_source, renamed
 from nanovllm.entrypoints.display.tables import size
 from nanovllm.entrypoints.display.terminal import note
 from nanovllm.entrypoints.process import ended_in_order
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a folder, a repository in the Hugging Face cache, or tiny, the packaged model")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
     forms = "fp8: e4m3 with a scale per row; int8: a scale per row; w4a16: 4 bits with a scale for each 128 columns, elsewhere called int4"
-    parser.add_argument("--format", required=True, choices=[*SCHEMES], help=forms)
+    parser.add_argument("--format", required=True, type=renamed("int4", "w4a16"), choices=[*SCHEMES], help=forms)
     parser.add_argument("--device", metavar="D", help=f"where matrices are rounded: {DEVICE}")
     add_source(parser)
 
