@@ -224,6 +224,18 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert f"{out} exists" in capsys.readouterr().err
 
 
+def test_a_copy_does_not_take_the_name_of_the_packaged_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save_hf_folder(tmp_path / "plain", tiny_config(**SIZES))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert main(["quantize", str(folder), "tiny", "--format", "fp8", "--device", "cpu"]) == 2
+    assert "tiny would hide the packaged model, which has this name: choose another name" in capsys.readouterr().err
+    assert os.listdir(".") == []
+    assert main(["quantize", str(folder), "sub/tiny", "--format", "fp8", "--device", "cpu"]) == 0
+
+
 def test_the_word_of_another_command_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["quantize", "tiny", "copy", "--format", "int4"])

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from nanovllm.errors import CheckpointError, InvalidRequestError
-from nanovllm.loading.hub import read_json
+from nanovllm.loading.hub import TINY, read_json
 from nanovllm.loading.load_model import read_config
 from nanovllm.loading.quantisation.config import read_quantisation
 from nanovllm.loading.quantisation.rounding import quantisable
@@ -241,6 +241,8 @@ def _complete(out: Path) -> Iterator[Path]:
     """A folder that becomes `out` at the end of the block, and is removed if the block fails."""
     if out.is_symlink() or out.resolve() == Path.cwd() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
         raise InvalidRequestError(f"{out} exists: give the name of a new folder")
+    if out.absolute() == Path.cwd() / TINY.name:
+        raise InvalidRequestError(f"{out} would hide the packaged model, which has this name: choose another name")
     made = None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
