@@ -146,6 +146,16 @@ def test_a_header_of_another_form_is_refused(header: bytes, tmp_path: Path) -> N
         read_headers(tmp_path)
 
 
+@pytest.mark.parametrize(("kept", "said"), [(-1, "1 bytes"), (-1000, "1,000 bytes"), (20, "at least [0-9,]+ bytes")])
+def test_the_missing_bytes_of_a_truncated_file_are_counted(kept: int, said: str, tmp_path: Path) -> None:
+    folder = save_hf_folder(tmp_path, tiny_config())
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    why = rf"{file}: not a whole safetensors file: {said} are missing: copy or download it again$"
+    with pytest.raises(CheckpointError, match=why):
+        read_headers(folder)
+
+
 def test_a_header_that_claims_to_be_huge_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 8 + json.dumps({}).encode())
     with pytest.raises(CheckpointError, match="not a whole safetensors file"):

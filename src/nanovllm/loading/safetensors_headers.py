@@ -113,7 +113,12 @@ def _read_file_headers(file: Path) -> dict[str, TensorHeader]:
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
+            size = file.stat().st_size
+            if 8 + length > size and length <= LONGEST_HEADER:
+                raise _truncated(file, 8 + length - size, at_least=True)
             entries: dict[str, Any] = json.loads(stream.read(min(length, LONGEST_HEADER)), object_pairs_hook=partial(_once, file))
+            if (missing := 8 + length + _data_bytes(entries) - size) > 0:
+                raise _truncated(file, missing)
         with safe_open(file, framework="pt"):
             pass
     except (OSError, ValueError, RecursionError, SafetensorError) as error:
@@ -130,6 +135,19 @@ def _read_file_headers(file: Path) -> dict[str, TensorHeader]:
         for name, entry in entries.items()
         if name != "__metadata__"
     }
+
+
+def _data_bytes(entries: Any) -> int:
+    """Where the last tensor ends after the header. 0 if the header has another form, which `safe_open` refuses."""
+    try:
+        return max((int(entry["data_offsets"][1]) for name, entry in entries.items() if name != "__metadata__"), default=0)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        return 0
+
+
+def _truncated(file: Path, missing: int, *, at_least: bool = False) -> CheckpointError:
+    many = f"{'at least ' if at_least else ''}{missing:,} bytes are missing"
+    return CheckpointError(f"{file}: not a whole safetensors file: {many}: copy or download it again")
 
 
 def _once(file: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
