@@ -269,6 +269,14 @@ def test_a_wrong_scale_is_refused_with_its_file_and_tensor(tmp_path: Path, name:
     assert str(found.value).startswith(f"{file}: {scale}: a scale is {f'{value:g}' if value else '0 for weights that are not'}")
 
 
+def test_scales_may_be_negative(tmp_path: Path) -> None:
+    """AutoRound's symmetric codes have such scales."""
+    quantised, plain = folders(tmp_path, ENCODERS["gptq"], tiny_config(**SIZES))
+    edit(quantised, put(f"{UP}.scales", torch.neg))
+    edit(plain, put(f"{UP}.weight", torch.neg))
+    require_equal(load(quantised), load(plain), {"int4"})
+
+
 REFUSED = {
     "unknown": ({"quant_method": "bitsandbytes"}, "quant_method='bitsandbytes' is not supported.*gptq.*quantization='fp8'"),
     "mxfp4": ({"quant_method": "mxfp4"}, "quant_method='mxfp4'"),
