@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.entrypoints.arguments import engine_limits, rounding, source
+from nanovllm.entrypoints.arguments import as_typed, engine_limits, rounding, source
 from nanovllm.entrypoints.cli import main as cli
 from nanovllm.entrypoints.cli.load import load
 from nanovllm.errors import InvalidRequestError
@@ -65,6 +65,26 @@ def test_another_kind_of_rounding_is_refused(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit, match="2"):
         parsed("--quantization w4a16")
     assert "argument --quantization: w4a16 is called int4 here: give int4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("host_kv_gib=-1.0 must be at least 0", "--host-kv-gib -1.0 must be at least 0"),
+        ("kv_dir='a b' needs host memory: set host_kv_gib too", "--kv-dir a b needs host memory: set --host-kv-gib too"),
+        ("quantize_head=True needs quantization='fp8', 'int8' or 'int4'", "--quantize-head needs --quantization fp8, int8 or int4"),
+        ("load it with quantization='fp8': now", "load it with --quantization fp8: now"),
+        (
+            "/data/kv_dir/x and 'num_pages' and config.json's max_num_seqs_x",
+            "/data/kv_dir/x and 'num_pages' and config.json's max_num_seqs_x",
+        ),
+        ("its quantization_config says so: quantization", "its quantization_config says so: quantization"),
+        ("set --kv-dir, not tensor_parallel_size", "set --kv-dir, not --tensor-parallel-size"),
+    ],
+)
+def test_messages_have_the_options_as_they_are_typed(message: str, shown: str) -> None:
+    assert as_typed(message, parsed()) == shown
+    assert as_typed(message, argparse.Namespace()) == message, "a command without these options"
 
 
 def test_the_head_alone_is_not_rounded() -> None:

@@ -1,6 +1,7 @@
 """Command-line arguments that several commands share."""
 
 import argparse
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -18,6 +19,12 @@ TUNING = "a file of `nanovllm tune`, or off for the default tile configurations 
 DTYPE = "float32, bfloat16 or float16 (default: the model's on a GPU, float32 on a CPU)"
 DEVICE = "cpu or cuda (default: a GPU if torch sees one)"
 POOL = "enough for requests of full length, but at most 4 GiB on a CPU, or the rest of --memory-fraction on a GPU"
+
+ENGINE = ("num_pages", "num_frames", "max_model_len", "max_num_seqs", "max_step_ms", "memory_fraction", "host_kv_gib", "kv_dir")
+ENGINE = (*ENGINE, "kv_dir_gib", "kv_dtype", "quantize_head", "fp8_activations", "tensor_parallel_size")
+# An argument with its value, which may be several in quotes, or without; not a part of a word, a path or an option.
+VALUE = r"='[^']*'(?:(?:, | or )'[^']*')*|=[^\s,;:)]*"
+ARGUMENT = re.compile(rf"(?<![\w./'\"-])(?P<name>{'|'.join(ENGINE)}|quantization(?==))(?P<value>{VALUE})?(?![\w/'\"-])")
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,6 +44,25 @@ class CommandParser(Parser):
         if rest:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
         return options, rest
+
+
+def as_typed(message: str, options: argparse.Namespace) -> str:
+    """A message about arguments of Python functions, with the options of a command as its user types them.
+
+    Examples:
+        >>> from nanovllm.entrypoints.arguments import as_typed
+        >>> as_typed("num_pages=0 must be at least 1", argparse.Namespace(num_pages=0))
+        '--num-pages 0 must be at least 1'
+    """
+
+    def typed(found: re.Match[str]) -> str:
+        name, value = found["name"], (found["value"] or "").removeprefix("=").replace("'", "")
+        if not hasattr(options, name):
+            return found[0]
+        option = f"--{name.replace('_', '-')}"
+        return option if value in ("", "True") else f"{option} {value}"
+
+    return ARGUMENT.sub(typed, message)
 
 
 def positive(text: str) -> int:

@@ -49,6 +49,11 @@ def require_rounding(quantization: object, quantize_head: object) -> Rounding | 
     raise InvalidRequestError(f"quantization={quantization!r} must be one of {', '.join(KINDS)}, or None{other}")
 
 
+def quantised_already(quantization: object, method: str) -> InvalidRequestError:
+    """The error of `quantization` for a checkpoint that is quantised by `method`."""
+    return InvalidRequestError(f"quantization={quantization!r}, but the checkpoint is quantised already ({method}): leave it out")
+
+
 def rounded_params(params: Params[Tensor], rounding: Rounding) -> Params[Tensor]:
     """Weights in memory with their matrices rounded, as `load_model` rounds those of a checkpoint."""
 

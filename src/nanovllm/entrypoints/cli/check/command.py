@@ -99,7 +99,7 @@ def main(options: argparse.Namespace) -> int:
     if options.name is not None and options.model is not None:
         raise InvalidRequestError(f"two models were named, {options.name!r} and --model {options.model!r}: give one of them")
     if not 0 < options.memory_fraction <= 1:
-        raise InvalidRequestError(f"--memory-fraction: memory_fraction={options.memory_fraction!r} must be above 0 and at most 1")
+        raise InvalidRequestError(f"memory_fraction={options.memory_fraction!r} must be above 0 and at most 1")
     require_output(options.output)
     name, device = options.name or options.model or "tiny", resolve_device(options.device)
     ranks = options.tensor_parallel_size
