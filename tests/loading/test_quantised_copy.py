@@ -170,6 +170,18 @@ def test_other_files_are_copied_and_other_weights_are_not(tmp_path: Path) -> Non
     assert all((tmp_path / "copy" / name).stat().st_mode & 0o044 for name in names)
 
 
+@pytest.mark.parametrize("metadata", ["", "---\nlicense: mit\n---\n", "---\r\nlicense: mit\r\n---\r\n"])
+def test_the_model_card_says_what_made_the_copy(metadata: str, tmp_path: Path) -> None:
+    folder, card = save_hf_folder(tmp_path / "plain", tiny_config(**SIZES)), "# A model\n\n---\nIts weights are in bfloat16.\n"
+    (folder / "README.md").write_bytes(f"{metadata}{card}".encode())
+    write_quantised(folder, tmp_path / "copy", "fp8")
+    note = "> `nanovllm quantize --format fp8` made this copy, without calibration. What follows describes the unquantised original.\n\n"
+    assert (tmp_path / "copy" / "README.md").read_bytes() == f"{metadata}{note}{card}".encode()
+    (folder / "README.md").unlink()
+    write_quantised(folder, tmp_path / "another", "fp8")
+    assert not (tmp_path / "another" / "README.md").exists()
+
+
 def broken(folder: Path, how: str) -> None:
     """Change the checkpoint so that it cannot be quantised."""
     tensors = load_file(folder / "model.safetensors")

@@ -4,6 +4,7 @@ Matrices are read, rounded and written one after the other: the host holds one m
 """
 
 import json
+import re
 import secrets
 import shutil
 import sys
@@ -36,6 +37,7 @@ Format = Literal["fp8", "int8", "w4a16"]
 WORD = 32  # bits of compressed-tensors' words of packed codes
 OTHER_WEIGHTS = (".safetensors", *PICKLED, ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")  # suffixes of files that are not copied
 SUFFIX = ".weight"
+README, METADATA = "README.md", re.compile(rb"---\r?\n.*?^---[ \t]*\r?\n", re.S | re.M)  # a model card, and its front matter
 TEMPLATES = "additional_chat_templates"  # the folder of a checkpoint's chat templates that have names
 
 
@@ -106,7 +108,8 @@ def write_quantised(
     """Write a copy of a checkpoint whose matrices of attention, MLP and experts are rounded to the nearest codes, without calibration.
 
     Embeddings, norms, routers and the head stay as they are, and so do matrices whose width is no multiple of 128 if `form` is `"w4a16"`.
-    Files that hold no weights are copied, and so are chat templates in a folder of their own.
+    Files that hold no weights are copied, and so are chat templates in a folder of their own. `README.md` gets a note that says what
+    made the copy.
 
     Args:
         folder: The checkpoint.
@@ -150,10 +153,21 @@ def write_quantised(
         for file in sorted(folder.iterdir()):
             if file.is_file() and file.suffix not in OTHER_WEIGHTS and file.name != "config.json" and not file.name.endswith(".index.json"):
                 shutil.copyfile(file, made / file.name)
+        if (made / README).is_file():
+            (made / README).write_bytes(_with_note((folder / README).read_bytes(), form))
         if (folder / TEMPLATES).is_dir():
             shutil.copytree(folder / TEMPLATES, made / TEMPLATES)
         (made / "config.json").write_text(json.dumps({**hf, "quantization_config": _config(scheme, kept)}, indent=2) + "\n")
         return Written(matrices=len(chosen), kept=kept, uneven=uneven, before=before, after=shards.size)
+
+
+def _with_note(readme: bytes, form: Format) -> bytes:
+    """The model card of a checkpoint as that of its copy: a note after the metadata says what made the copy."""
+    made = (
+        f"> `nanovllm quantize --format {form}` made this copy, without calibration. What follows describes the unquantised original.\n\n"
+    )
+    start = metadata.end() if (metadata := METADATA.match(readme)) is not None else 0
+    return readme[:start] + made.encode() + readme[start:]
 
 
 def _chosen(folder: Path, headers: Mapping[str, TensorHeader], scheme: Scheme, trust_remote_code: bool) -> tuple[set[str], tuple[str, ...]]:
