@@ -397,6 +397,14 @@ def test_options_that_are_refused(tmp_path: Path):
         init_state(MODEL, num_pages=8, host_kv_gib=GIB, kv_dir=tmp_path / "file")
 
 
+def test_a_folder_that_is_made_is_for_its_own_user_only(tmp_path: Path):
+    (tmp_path / "old").mkdir(mode=0o755)
+    for name, mode in (("new", 0o700), ("old", 0o755)):
+        init_state(MODEL, num_pages=8, host_kv_gib=GIB, kv_dir=tmp_path / name)
+        folders = [tmp_path / name, tmp_path / name / "pages"]
+        assert [folder.stat().st_mode & 0o777 for folder in folders] == [mode, 0o700]
+
+
 def test_without_the_option_there_is_nothing():
     state = engine(None)
     assert state.pool.host.disk is None and runtime_of(state).disk is None and flush_kv(state)

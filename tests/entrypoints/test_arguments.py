@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.entrypoints.arguments import engine_limits, rounding, source
+from nanovllm.entrypoints.arguments import as_typed, engine_limits, rounding, source
 from nanovllm.entrypoints.cli import main as cli
 from nanovllm.entrypoints.cli.load import load
+from nanovllm.errors import InvalidRequestError
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 
 
@@ -30,7 +31,7 @@ def test_every_option_of_the_engine_arrives() -> None:
         ("--kv-dtype fp8", {"kv_dtype": "fp8"}),
         ("--host-kv-gib 1.5", {"host_kv_gib": 1.5}),
         ("--host-kv-gib auto", {"host_kv_gib": "auto"}),
-        ("--kv-dir kv --kv-dir-gib 2", {"kv_dir": Path("kv"), "kv_dir_gib": 2.0}),
+        ("--host-kv-gib 1 --kv-dir kv --kv-dir-gib 2", {"host_kv_gib": 1.0, "kv_dir": Path("kv"), "kv_dir_gib": 2.0}),
         ("--eager", {"compile": False}),
     ):
         assert engine_limits(parsed(given)) == {**usual, **changed}
@@ -61,3 +62,31 @@ def test_another_kind_of_rounding_is_refused(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit, match="2"):
         parsed("--quantization int2")
     assert "invalid choice: 'int2'" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        parsed("--quantization w4a16")
+    assert "argument --quantization: w4a16 is called int4 here: give int4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("host_kv_gib=-1.0 must be at least 0", "--host-kv-gib -1.0 must be at least 0"),
+        ("kv_dir='a b' needs host memory: set host_kv_gib too", "--kv-dir a b needs host memory: set --host-kv-gib too"),
+        ("quantize_head=True needs quantization='fp8', 'int8' or 'int4'", "--quantize-head needs --quantization fp8, int8 or int4"),
+        ("load it with quantization='fp8': now", "load it with --quantization fp8: now"),
+        (
+            "/data/kv_dir/x and 'num_pages' and config.json's max_num_seqs_x",
+            "/data/kv_dir/x and 'num_pages' and config.json's max_num_seqs_x",
+        ),
+        ("its quantization_config says so: quantization", "its quantization_config says so: quantization"),
+        ("set --kv-dir, not tensor_parallel_size", "set --kv-dir, not --tensor-parallel-size"),
+    ],
+)
+def test_messages_have_the_options_as_they_are_typed(message: str, shown: str) -> None:
+    assert as_typed(message, parsed()) == shown
+    assert as_typed(message, argparse.Namespace()) == message, "a command without these options"
+
+
+def test_the_head_alone_is_not_rounded() -> None:
+    with pytest.raises(InvalidRequestError, match=r"^--quantize-head needs --quantization fp8, int8 or int4$"):
+        rounding(parsed("--quantize-head"))

@@ -52,7 +52,9 @@ def test_the_copy_holds_what_loading_would_round(architecture: str, form: Format
     made = write_quantised(folder, tmp_path / "made" / "copy", form)
     copy, rounded = load(tmp_path / "made" / "copy"), load(folder, quantization=SCHEMES[form].kind)
     require_same(copy, rounded)
-    assert len([*(tmp_path / "made" / "copy").glob("*.safetensors")]) > 1
+    files = sorted(file.name for file in (tmp_path / "made" / "copy").glob("*.safetensors"))
+    assert files == [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)] and len(files) > 1
+    assert (tmp_path / "made" / "copy" / "model.safetensors.index.json").is_file()
     assert made.matrices > 0 and made.after < made.before
     assert os.listdir(tmp_path / "made") == ["copy"]
     kinds = {
@@ -73,12 +75,15 @@ def test_a_gpu_writes_the_same_copy(form: Format, tmp_path: Path, monkeypatch: p
     assert here == there
 
 
+@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("form", FORMATS)
-def test_transformers_reads_the_copy(form: Format, tmp_path: Path) -> None:
+def test_transformers_reads_the_copy(form: Format, sharded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the quantisation of activations, which nanovllm leaves out, its logits are the same."""
     pytest.importorskip("compressed_tensors")
     from transformers import AutoModelForCausalLM
 
+    if sharded:
+        monkeypatch.setattr(shards, "SHARD", 100_000)
     folder = save_hf_folder(tmp_path / "plain", tiny_config(**SIZES))
     write_quantised(folder, tmp_path / "copy", form)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "copy", dtype=torch.float32).eval()
@@ -133,6 +138,23 @@ def test_a_matrix_without_whole_groups_stays_as_it_is(tmp_path: Path) -> None:
     torch.testing.assert_close(layer.down, load(folder).params.layers[0].down, rtol=0, atol=0)
 
 
+def test_the_report_says_why_matrices_are_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save_hf_folder(tmp_path / "plain", tiny_config(**{**SIZES, "intermediate_size": 200}))
+    assert main(["quantize", str(folder), str(tmp_path / "copy"), "--format", "w4a16", "--device", "cpu"]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "as before, because their widths are no multiples of 128: model.layers.0.mlp.down_proj" in said
+    assert "; as before: lm_head, model.embed_tokens" in said
+
+
+def test_a_format_that_fits_no_matrix_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {**SIZES, "hidden_size": 96, "num_heads": 3, "num_kv_heads": 1, "intermediate_size": 200}
+    folder, out = save_hf_folder(tmp_path / "odd", tiny_config(**sizes)), tmp_path / "made" / "copy"
+    assert main(["quantize", str(folder), str(out), "--format", "w4a16", "--device", "cpu"]) == 2
+    message = "no matrix has a width that is a multiple of 128, which w4a16 needs: use fp8 or int8"
+    assert message in " ".join(capsys.readouterr().err.split()) and not out.parent.exists()
+    assert main(["quantize", str(folder), str(out), "--format", "int8", "--device", "cpu"]) == 0
+
+
 def test_other_files_are_copied_and_other_weights_are_not(tmp_path: Path) -> None:
     folder = save_hf_folder(tmp_path / "plain", tiny_config(**SIZES))
     (folder / "chat_template.jinja").write_text("{{ messages }}")
@@ -142,10 +164,22 @@ def test_other_files_are_copied_and_other_weights_are_not(tmp_path: Path) -> Non
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     write_quantised(folder, tmp_path / "copy", "int8")
     names = set(os.listdir(tmp_path / "copy"))
-    assert {"chat_template.jinja", "config.json", "tokenizer.json", "model-00001.safetensors"} <= names
-    assert not names & {"pytorch_model.bin", "original", "model.safetensors"}
+    assert {"chat_template.jinja", "config.json", "tokenizer.json", "model.safetensors"} <= names
+    assert not names & {"pytorch_model.bin", "original", "model.safetensors.index.json"}
     assert (tmp_path / "copy" / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
     assert all((tmp_path / "copy" / name).stat().st_mode & 0o044 for name in names)
+
+
+@pytest.mark.parametrize("metadata", ["", "---\nlicense: mit\n---\n", "---\r\nlicense: mit\r\n---\r\n"])
+def test_the_model_card_says_what_made_the_copy(metadata: str, tmp_path: Path) -> None:
+    folder, card = save_hf_folder(tmp_path / "plain", tiny_config(**SIZES)), "# A model\n\n---\nIts weights are in bfloat16.\n"
+    (folder / "README.md").write_bytes(f"{metadata}{card}".encode())
+    write_quantised(folder, tmp_path / "copy", "fp8")
+    note = "> `nanovllm quantize --format fp8` made this copy, without calibration. What follows describes the unquantised original.\n\n"
+    assert (tmp_path / "copy" / "README.md").read_bytes() == f"{metadata}{note}{card}".encode()
+    (folder / "README.md").unlink()
+    write_quantised(folder, tmp_path / "another", "fp8")
+    assert not (tmp_path / "another" / "README.md").exists()
 
 
 def broken(folder: Path, how: str) -> None:
@@ -180,7 +214,7 @@ def test_checkpoints_that_cannot_be_quantised_are_refused(tmp_path: Path) -> Non
         write_quantised(quantised, tmp_path / "copy", "fp8")
     with pytest.raises(CheckpointError, match=r"GPT2LMHeadModel stores .* load it with quantization= instead"):
         write_quantised(save_hf_folder(tmp_path / "gpt2", tiny_config("GPT2LMHeadModel")), tmp_path / "copy", "fp8")
-    with pytest.raises(InvalidRequestError, match="format='int4' must be one of fp8, int8, w4a16"):
+    with pytest.raises(InvalidRequestError, match="format='int4' must be one of fp8, int8, w4a16; int4 is called w4a16 here"):
         write_quantised(plain, tmp_path / "copy", "int4")  # pyright: ignore[reportArgumentType]
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
@@ -200,6 +234,24 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert load(out).quantization == "fp8 with a scale per row (compressed-tensors)"
     assert main(["quantize", str(folder), str(out), "--format", "fp8", "--device", "cpu"]) == 2
     assert f"{out} exists" in capsys.readouterr().err
+
+
+def test_a_copy_does_not_take_the_name_of_the_packaged_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save_hf_folder(tmp_path / "plain", tiny_config(**SIZES))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert main(["quantize", str(folder), "tiny", "--format", "fp8", "--device", "cpu"]) == 2
+    assert "tiny would hide the packaged model, which has this name: choose another name" in capsys.readouterr().err
+    assert os.listdir(".") == []
+    assert main(["quantize", str(folder), "sub/tiny", "--format", "fp8", "--device", "cpu"]) == 0
+
+
+def test_the_word_of_another_command_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["quantize", "tiny", "copy", "--format", "int4"])
+    assert "argument --format: int4 is called w4a16 here: give w4a16" in capsys.readouterr().err
 
 
 def test_a_command_that_is_ended_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

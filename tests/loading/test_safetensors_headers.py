@@ -91,6 +91,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         without_index(lambda folder: shard(folder, 1).rename(shard(folder, 1, of=2))),
         "the shards model-00001-of-00002.safetensors and model-00003-of-00003.safetensors cannot be of one",
     ),
+    "names without numbers of shards, no index": (
+        without_index(lambda folder: [shard(folder, number).rename(folder / f"model-{number:05}.safetensors") for number in (1, 2, 3)]),
+        r"model-00001\.safetensors, model-00002\.safetensors, .* have other names, and no model\.safetensors\.index\.json lists them",
+    ),
     "shards without end": (
         without_index(lambda folder: shard(folder, 1).rename(folder / f"model-1-of-{'9' * 30}.safetensors")),
         "cannot be of one",
@@ -140,6 +144,16 @@ def test_a_header_of_another_form_is_refused(header: bytes, tmp_path: Path) -> N
     (tmp_path / "model.safetensors").write_bytes(in_file(header, b""))
     with pytest.raises(CheckpointError, match="not a whole safetensors file"):
         read_headers(tmp_path)
+
+
+@pytest.mark.parametrize(("kept", "said"), [(-1, "1 bytes"), (-1000, "1,000 bytes"), (20, "at least [0-9,]+ bytes")])
+def test_the_missing_bytes_of_a_truncated_file_are_counted(kept: int, said: str, tmp_path: Path) -> None:
+    folder = save_hf_folder(tmp_path, tiny_config())
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    why = rf"{file}: not a whole safetensors file: {said} are missing: copy or download it again$"
+    with pytest.raises(CheckpointError, match=why):
+        read_headers(folder)
 
 
 def test_a_header_that_claims_to_be_huge_is_refused(tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ def _opened(folder: Path, max_bytes: int, page_bytes: int, identity: dict[str, A
     """The files, if all ranks can open theirs. Those that can would wait for one that cannot."""
     files, failed = None, None
     try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         files = PageFolder(folder / PAGES, max_bytes, page_bytes, identity)
     except OSError as error:
         failed = InvalidRequestError(f"kv_dir={str(folder)!r} cannot be used: {error.strerror or error}")

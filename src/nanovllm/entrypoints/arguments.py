@@ -1,6 +1,8 @@
 """Command-line arguments that several commands share."""
 
 import argparse
+import re
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any, NoReturn
 
 from nanovllm.config import KV_DTYPES
 from nanovllm.entrypoints.process import freeze
+from nanovllm.errors import InvalidRequestError
 from nanovllm.models.model import Model
 from nanovllm.ops.linear.quantise import KINDS
 from nanovllm.sampling.params import SamplingParams, from_generation_config
@@ -16,6 +19,12 @@ TUNING = "a file of `nanovllm tune`, or off for the default tile configurations 
 DTYPE = "float32, bfloat16 or float16 (default: the model's on a GPU, float32 on a CPU)"
 DEVICE = "cpu or cuda (default: a GPU if torch sees one)"
 POOL = "enough for requests of full length, but at most 4 GiB on a CPU, or the rest of --memory-fraction on a GPU"
+
+ENGINE = ("num_pages", "num_frames", "max_model_len", "max_num_seqs", "max_step_ms", "memory_fraction", "host_kv_gib", "kv_dir")
+ENGINE = (*ENGINE, "kv_dir_gib", "kv_dtype", "quantize_head", "fp8_activations", "tensor_parallel_size")
+# An argument with its value, which may be several in quotes, or without; not a part of a word, a path or an option.
+VALUE = r"='[^']*'(?:(?:, | or )'[^']*')*|=[^\s,;:)]*"
+ARGUMENT = re.compile(rf"(?<![\w./'\"-])(?P<name>{'|'.join(ENGINE)}|quantization(?==))(?P<value>{VALUE})?(?![\w/'\"-])")
 
 
 class Parser(argparse.ArgumentParser):
@@ -35,6 +44,25 @@ class CommandParser(Parser):
         if rest:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
         return options, rest
+
+
+def as_typed(message: str, options: argparse.Namespace) -> str:
+    """A message about arguments of Python functions, with the options of a command as its user types them.
+
+    Examples:
+        >>> from nanovllm.entrypoints.arguments import as_typed
+        >>> as_typed("num_pages=0 must be at least 1", argparse.Namespace(num_pages=0))
+        '--num-pages 0 must be at least 1'
+    """
+
+    def typed(found: re.Match[str]) -> str:
+        name, value = found["name"], (found["value"] or "").removeprefix("=").replace("'", "")
+        if not hasattr(options, name):
+            return found[0]
+        option = f"--{name.replace('_', '-')}"
+        return option if value in ("", "True") else f"{option} {value}"
+
+    return ARGUMENT.sub(typed, message)
 
 
 def positive(text: str) -> int:
@@ -72,14 +100,27 @@ def add_quantization(parser: Any) -> None:
         "round the matrices to 8 or 4 bits while they are loaded (int4 is what compressed-tensors and nanovllm quantize call w4a16); "
         "a checkpoint that is quantised already needs no option"
     )
-    parser.add_argument("--quantization", choices=KINDS, help=kinds)
+    parser.add_argument("--quantization", type=renamed("w4a16", "int4"), choices=KINDS, help=kinds)
     parser.add_argument("--quantize-head", action="store_true", help="with --quantization: round the output matrix, too")
     rounds = "with FP8 weights that have a scale per row: round activations of steps of many tokens, too: faster, less exact"
     parser.add_argument("--fp8-activations", action="store_true", help=rounds)
 
 
+def renamed(other: str, name: str) -> Callable[[str], str]:
+    """The type of an option whose value `name` is called `other` elsewhere."""
+
+    def value(text: str) -> str:
+        if text == other:
+            raise argparse.ArgumentTypeError(f"{other} is called {name} here: give {name}")
+        return text
+
+    return value
+
+
 def rounding(options: argparse.Namespace) -> dict[str, Any]:
-    """The values of `add_quantization` as arguments of `load_model`."""
+    """The values of `add_quantization` as arguments of `load_model`. Raises `InvalidRequestError`."""
+    if options.quantize_head and options.quantization is None:
+        raise InvalidRequestError(f"--quantize-head needs --quantization {', '.join(KINDS[:-1])} or {KINDS[-1]}")
     return {"quantization": options.quantization, "quantize_head": options.quantize_head, "fp8_activations": options.fp8_activations}
 
 
@@ -102,7 +143,9 @@ def freeze_if_alone(options: argparse.Namespace) -> None:
 
 
 def engine_limits(options: argparse.Namespace) -> dict[str, Any]:
-    """The options of `add_model_options` as arguments of `init_state`."""
+    """The options of `add_model_options` as arguments of `init_state`. Raises `InvalidRequestError`."""
+    if options.kv_dir is not None and not options.host_kv_gib:
+        raise InvalidRequestError(f"--kv-dir {options.kv_dir} needs host memory, through which KV goes to the disk: set --host-kv-gib too")
     names = ("num_pages", "num_frames", "host_kv_gib", "kv_dir", "kv_dir_gib", "max_model_len", "memory_fraction")
     names = (*names, "max_step_ms", "tuning", "kv_dtype")
     limits = {name: getattr(options, name) for name in names}

@@ -15,7 +15,7 @@ from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.loading.hub import read_json, require_whole, resolve_folder
 from nanovllm.loading.quantisation.activations import require_fp8_products, require_fp8_weights, with_fp8_activations
 from nanovllm.loading.quantisation.config import read_quantisation
-from nanovllm.loading.quantisation.rounding import require_rounding
+from nanovllm.loading.quantisation.rounding import quantised_already, require_rounding
 from nanovllm.loading.tokenizer_files import load_tokenizer
 from nanovllm.loading.transformers.spec import TransformersSpec
 from nanovllm.loading.weights import load_params, stored_head
@@ -114,7 +114,7 @@ def load_model(
     config = fitted(config, target, chosen)
     stored = read_quantisation(read_json(folder / "config.json", required=True), folder)
     if stored is not None and rounding is not None:
-        raise InvalidRequestError(f"quantization={quantization!r}, but the checkpoint is quantised already ({stored.method}): leave it out")
+        raise quantised_already(quantization, stored.method)
     if fp8_activations:
         require_fp8_weights(rounding, stored=stored is not None)
     how: dict[str, Any] = {"device": target, "dtype": chosen, "progress": progress}

@@ -4,6 +4,7 @@ Matrices are read, rounded and written one after the other: the host holds one m
 """
 
 import json
+import re
 import secrets
 import shutil
 import sys
@@ -19,10 +20,11 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from nanovllm.errors import CheckpointError, InvalidRequestError
-from nanovllm.loading.hub import read_json
+from nanovllm.loading.hub import TINY, read_json
 from nanovllm.loading.load_model import read_config
 from nanovllm.loading.quantisation.config import read_quantisation
 from nanovllm.loading.quantisation.rounding import quantisable
+from nanovllm.loading.quantisation.stored import lost_config
 from nanovllm.loading.safetensors_headers import PICKLED, TensorHeader, read_headers
 from nanovllm.loading.shards import Shards
 from nanovllm.loading.transformers.spec import TransformersSpec
@@ -35,6 +37,7 @@ Format = Literal["fp8", "int8", "w4a16"]
 WORD = 32  # bits of compressed-tensors' words of packed codes
 OTHER_WEIGHTS = (".safetensors", *PICKLED, ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")  # suffixes of files that are not copied
 SUFFIX = ".weight"
+README, METADATA = "README.md", re.compile(rb"---\r?\n.*?^---[ \t]*\r?\n", re.S | re.M)  # a model card, and its front matter
 TEMPLATES = "additional_chat_templates"  # the folder of a checkpoint's chat templates that have names
 
 
@@ -81,12 +84,14 @@ class Written:
     Attributes:
         matrices: How many matrices are quantised.
         kept: Modules whose matrices are as before.
+        uneven: Those of `kept` that would be quantised if their widths were multiples of the group.
         before: Bytes of the checkpoint's tensors.
         after: Bytes of the copy's tensors.
     """
 
     matrices: int
     kept: tuple[str, ...]
+    uneven: tuple[str, ...]
     before: int
     after: int
 
@@ -103,7 +108,8 @@ def write_quantised(
     """Write a copy of a checkpoint whose matrices of attention, MLP and experts are rounded to the nearest codes, without calibration.
 
     Embeddings, norms, routers and the head stay as they are, and so do matrices whose width is no multiple of 128 if `form` is `"w4a16"`.
-    Files that hold no weights are copied, and so are chat templates in a folder of their own.
+    Files that hold no weights are copied, and so are chat templates in a folder of their own. `README.md` gets a note that says what
+    made the copy.
 
     Args:
         folder: The checkpoint.
@@ -115,17 +121,25 @@ def write_quantised(
         trust_remote_code: Whether Python code in the checkpoint may be executed to find out what it is.
 
     Raises:
-        InvalidRequestError: `form` is unknown, or `out` exists or cannot be written.
+        InvalidRequestError: `form` is unknown, or fits the width of no matrix, or `out` exists or cannot be written.
         CheckpointError: The checkpoint is unreadable or quantised already, or the architecture has no file in `models/`, or stores its
             matrices in a way that compressed-tensors has not.
     """
     if form not in SCHEMES:
-        raise InvalidRequestError(f"format={form!r} must be one of {', '.join(SCHEMES)}")
+        other = "; int4 is called w4a16 here" if form == "int4" else ""
+        raise InvalidRequestError(f"format={form!r} must be one of {', '.join(SCHEMES)}{other}")
     scheme, hf = SCHEMES[form], read_json(folder / "config.json", required=True)
     if (found := read_quantisation(hf, folder)) is not None:
         raise CheckpointError(f"{folder}: is quantised already ({found.method}): give the unquantised checkpoint")
     headers = read_headers(folder)
-    chosen = _chosen(folder, headers, scheme, trust_remote_code)
+    if (lost := lost_config(headers)) is not None:
+        raise CheckpointError(f"{folder}: {lost}")
+    chosen, uneven = _chosen(folder, headers, scheme, trust_remote_code)
+    if not chosen:
+        others = " or ".join(other for other, each in SCHEMES.items() if each.weights["group_size"] is None)
+        raise InvalidRequestError(
+            f"{folder}: no matrix has a width that is a multiple of {scheme.weights['group_size']}, which {form} needs: use {others}"
+        )
     kept = tuple(sorted({_module(name) for name, header in headers.items() if _is_linear(name, header)} - chosen | {"lm_head"}))
     hide = not (sys.stderr.isatty() if progress is None else progress)
     before = sum(header.stop - header.start for header in headers.values())
@@ -139,14 +153,25 @@ def write_quantised(
         for file in sorted(folder.iterdir()):
             if file.is_file() and file.suffix not in OTHER_WEIGHTS and file.name != "config.json" and not file.name.endswith(".index.json"):
                 shutil.copyfile(file, made / file.name)
+        if (made / README).is_file():
+            (made / README).write_bytes(_with_note((folder / README).read_bytes(), form))
         if (folder / TEMPLATES).is_dir():
             shutil.copytree(folder / TEMPLATES, made / TEMPLATES)
         (made / "config.json").write_text(json.dumps({**hf, "quantization_config": _config(scheme, kept)}, indent=2) + "\n")
-        return Written(matrices=len(chosen), kept=kept, before=before, after=shards.size)
+        return Written(matrices=len(chosen), kept=kept, uneven=uneven, before=before, after=shards.size)
 
 
-def _chosen(folder: Path, headers: Mapping[str, TensorHeader], scheme: Scheme, trust_remote_code: bool) -> set[str]:
-    """The modules to quantise, by their names in the checkpoint."""
+def _with_note(readme: bytes, form: Format) -> bytes:
+    """The model card of a checkpoint as that of its copy: a note after the metadata says what made the copy."""
+    made = (
+        f"> `nanovllm quantize --format {form}` made this copy, without calibration. What follows describes the unquantised original.\n\n"
+    )
+    start = metadata.end() if (metadata := METADATA.match(readme)) is not None else 0
+    return readme[:start] + made.encode() + readme[start:]
+
+
+def _chosen(folder: Path, headers: Mapping[str, TensorHeader], scheme: Scheme, trust_remote_code: bool) -> tuple[set[str], tuple[str, ...]]:
+    """The modules to quantise, and those whose width is no multiple of the scheme's group, by their names in the checkpoint."""
     spec, config = read_config(folder, trust_remote_code=trust_remote_code)
     if isinstance(spec, TransformersSpec):
         raise CheckpointError(f"{folder}: {config.architecture} runs through transformers; only built-in architectures can be quantised")
@@ -165,7 +190,8 @@ def _chosen(folder: Path, headers: Mapping[str, TensorHeader], scheme: Scheme, t
         raise CheckpointError(f"{folder}: the checkpoint lacks the tensor {min(missing)}")
     if odd := sorted(name for name, dtype in found.items() if dtype not in FLOATS):
         raise CheckpointError(f"{folder}: {odd[0]} has dtype {found[odd[0]]}, expected one of {', '.join(FLOATS)}")
-    return {_module(name) for name in found}
+    uneven = sorted(_module(name) for name in headers if (whole := spec.checkpoint_name(name)) in shapes and whole not in wanted)
+    return {_module(name) for name in found}, tuple(uneven)
 
 
 def _is_linear(name: str, header: TensorHeader) -> bool:
@@ -229,6 +255,8 @@ def _complete(out: Path) -> Iterator[Path]:
     """A folder that becomes `out` at the end of the block, and is removed if the block fails."""
     if out.is_symlink() or out.resolve() == Path.cwd() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
         raise InvalidRequestError(f"{out} exists: give the name of a new folder")
+    if out.absolute() == Path.cwd() / TINY.name:
+        raise InvalidRequestError(f"{out} would hide the packaged model, which has this name: choose another name")
     made = None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

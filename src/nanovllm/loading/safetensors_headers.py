@@ -53,8 +53,11 @@ def weight_files(folder: Path) -> tuple[str, ...]:
         return (SINGLE,)
     shards = {path.name: match for path in folder.iterdir() if (match := NUMBERED.fullmatch(path.name))}
     if not shards:
+        others = sorted(path.name for path in folder.iterdir() if path.suffix == ".safetensors")
         pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLED)
         why = f"only pickle files ({', '.join(pickled)}), which can run code when read" if pickled else "no weights"
+        if others:
+            why = f"the safetensors files {', '.join(others[:3])} have other names, and no {INDEX} lists them"
         raise CheckpointError(f"{folder}: {why}; expected {SINGLE} or {INDEX}")
     forms = {(len(match[1]), match[2]) for match in shards.values()}
     if len(forms) > 1:
@@ -87,7 +90,9 @@ def read_headers(folder: Path) -> Mapping[str, TensorHeader]:
                 raise CheckpointError(f"{folder / file}: holds {name}, which the index {placed}")
             headers[name] = header
     if places is not None and (absent := sorted(places.keys() - headers.keys())):
-        raise CheckpointError(f"{folder / places[absent[0]]}: lacks {absent[0]}, which the index places in it")
+        raise CheckpointError(
+            f"{folder / places[absent[0]]}: lacks {absent[0]}, which the index places in it: copy or download the file again"
+        )
     return MappingProxyType(headers)
 
 
@@ -108,7 +113,12 @@ def _read_file_headers(file: Path) -> dict[str, TensorHeader]:
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
+            size = file.stat().st_size
+            if 8 + length > size and length <= LONGEST_HEADER:
+                raise _truncated(file, 8 + length - size, at_least=True)
             entries: dict[str, Any] = json.loads(stream.read(min(length, LONGEST_HEADER)), object_pairs_hook=partial(_once, file))
+            if (missing := 8 + length + _data_bytes(entries) - size) > 0:
+                raise _truncated(file, missing)
         with safe_open(file, framework="pt"):
             pass
     except (OSError, ValueError, RecursionError, SafetensorError) as error:
@@ -125,6 +135,19 @@ def _read_file_headers(file: Path) -> dict[str, TensorHeader]:
         for name, entry in entries.items()
         if name != "__metadata__"
     }
+
+
+def _data_bytes(entries: Any) -> int:
+    """Where the last tensor ends after the header. 0 if the header has another form, which `safe_open` refuses."""
+    try:
+        return max((int(entry["data_offsets"][1]) for name, entry in entries.items() if name != "__metadata__"), default=0)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        return 0
+
+
+def _truncated(file: Path, missing: int, *, at_least: bool = False) -> CheckpointError:
+    many = f"{'at least ' if at_least else ''}{missing:,} bytes are missing"
+    return CheckpointError(f"{file}: not a whole safetensors file: {many}: copy or download it again")
 
 
 def _once(file: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:

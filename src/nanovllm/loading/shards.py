@@ -1,4 +1,4 @@
-"""`Shards`: tensors written as a checkpoint's safetensors files, one file after the other."""
+"""`Shards`: tensors written as a checkpoint's safetensors files, one file after the other, with the names that Hugging Face's tools use."""
 
 import json
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from tempfile import NamedTemporaryFile
 
 from safetensors.torch import save_file
 
-from nanovllm.loading.safetensors_headers import INDEX
+from nanovllm.loading.safetensors_headers import INDEX, SINGLE
 from nanovllm.types import Tensor
 
 SHARD = 1 << 30  # bytes after which a file ends
@@ -31,8 +31,16 @@ class Shards:
             self._write()
 
     def end(self) -> None:
-        """Write the rest, and the index."""
+        """Write the rest, and name the files: `model.safetensors` if there is one, otherwise numbered shards, with an index."""
         self._write()
+        files = list(dict.fromkeys(self._places.values()))
+        if len(files) == 1:
+            (self._folder / files[0]).replace(self._folder / SINGLE)
+            return
+        names = {file: f"model-{number:05}-of-{len(files):05}.safetensors" for number, file in enumerate(files, 1)}
+        for file, name in names.items():
+            (self._folder / file).replace(self._folder / name)
+        self._places = {tensor: names[file] for tensor, file in self._places.items()}
         index = {"metadata": {"total_size": self.size}, "weight_map": self._places}
         (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 

@@ -25,7 +25,7 @@ from nanovllm.loading.quantisation.arranging import arranged
 from nanovllm.loading.quantisation.config import Quantisation
 from nanovllm.loading.quantisation.formats import STORED, PartError
 from nanovllm.loading.quantisation.rounding import Rounding, quantisable
-from nanovllm.loading.quantisation.stored import UNQUANTISED, StoredMatrices, module_of, stored_matrices
+from nanovllm.loading.quantisation.stored import UNQUANTISED, StoredMatrices, lost_config, module_of, stored_matrices
 from nanovllm.loading.safetensors_headers import TensorHeader, read_headers
 from nanovllm.loading.shards import Shards
 from nanovllm.models.common.params import ParamInfo, Params, Part, Ranges, as_kept, as_stored
@@ -62,9 +62,13 @@ def header_faults(
 ) -> Iterator[str]:
     """Yield a sentence for each tensor that is missing or unknown, or has a wrong shape or dtype.
 
+    If the tensors look quantised and the config does not say so, this is the only sentence.
     Two kinds are ignored: `lm_head.weight` if the head is tied, and stored rotary frequencies, which are computed.
     """
     wanted = {name: shape for info in infos(table) for name, shape in zip(info.sources, info.source_shapes, strict=True)}
+    if stored.quantisation is None and (lost := lost_config(headers)) is not None:
+        yield lost
+        return
     yield from stored.faults(headers)
     for name, shape in wanted.items():
         if name in stored.formats:
@@ -147,8 +151,9 @@ def load_params(
     spec = REGISTRY[config.architecture]
     table, headers = spec.param_table(config), wanted(read_headers(folder), spec)
     stored = stored_matrices(headers, table, quantisation)
+    remedy = "" if quantisation is None else f"; {quantisation.remedy}"
     for fault in header_faults(headers, table, config, stored):
-        raise CheckpointError(fault)
+        raise CheckpointError(f"{folder}: {fault}{remedy}")
     table = table if mesh is None else sharded_table(table, config, mesh)
     rounded = set[int]() if rounding is None else {id(info) for info in quantisable(table, head=rounding.head)}
     with ExitStack() as stack:
@@ -185,7 +190,7 @@ def load_params(
                 return stored.formats[name].matrix(*stored.shapes[name], parts)
             except PartError as error:
                 whole = f"{module}.{error.suffix}"
-                raise CheckpointError(f"{headers[whole].file}: {whole}: {error}") from None
+                raise CheckpointError(f"{headers[whole].file}: {whole}: {error}{remedy}") from None
 
         def read(info: ParamInfo) -> Any:
             if any(name in stored.formats for name in info.sources):

@@ -245,7 +245,10 @@ def meta(**changes: str) -> Any:
 FORGERIES = {
     "another version": (meta(version="2"), "version is '2'"),
     "another format": (meta(format="pt"), "not a chunk file"),
-    "another model": (meta(fingerprint="f" * 64), "another model"),
+    "another model": (
+        meta(fingerprint="f" * 64),
+        r"another model, or of other weights \(quantization\): .* 'f{12}\.\.\.f{13}', this model's is '\w+\.\.\.\w+'$",
+    ),
     "another rope": (lambda h: meta(rope=h["__metadata__"]["rope"].replace("10000.0", "500.0"))(h), "keys were rotated"),
     "no rope": (meta(rope="[1]"), "metadata"),
     "key form": (meta(key_form="plain"), "header differs"),

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.entrypoints.cli.serve import SPINS, WAITING, chunk_folder, let_threads_sleep, runs_on_cpu
+from nanovllm.entrypoints.cli.main import main
+from nanovllm.entrypoints.cli.serve import SPINS, WAITING, chunk_folder, let_threads_sleep, make_kv_dir, runs_on_cpu
+from nanovllm.errors import InvalidRequestError
 from nanovllm.files import as_path
 
 
@@ -64,4 +66,23 @@ def test_pages_and_chunks_are_in_the_same_folder(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("HOME", str(tmp_path))
     options = argparse.Namespace(kv_dir=Path("~/kv"), chunk_dir=None)
     assert chunk_folder(options) == as_path(options.kv_dir) / "chunks" == tmp_path / "kv" / "chunks"
-    assert (tmp_path / "kv" / "chunks").is_dir()
+    assert not (tmp_path / "kv").exists()
+    make_kv_dir(as_path(options.kv_dir), chunk_folder(options) or Path())
+    assert [folder.stat().st_mode & 0o777 for folder in (tmp_path / "kv", tmp_path / "kv" / "chunks")] == [0o700, 0o700]
+
+
+def test_a_folder_that_exists_keeps_its_permissions(tmp_path: Path):
+    (tmp_path / "kv").mkdir(mode=0o755)
+    make_kv_dir(tmp_path / "kv", tmp_path / "kv" / "chunks")
+    assert [folder.stat().st_mode & 0o777 for folder in (tmp_path / "kv", tmp_path / "kv" / "chunks")] == [0o755, 0o700]
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidRequestError, match=r"--kv-dir .*file cannot be used"):
+        make_kv_dir(tmp_path / "file")
+
+
+@pytest.mark.parametrize("more", [[], ["--host-kv-gib", "0.1", "--chunk-dir", "missing"], ["--host-kv-gib", "0.1", "--host", "0.0.0.0"]])
+def test_options_that_are_refused_make_no_folder(more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = tmp_path / "new"
+    assert main(["serve", "--device", "cpu", "--kv-dir", str(folder), *more]) == 2
+    assert not folder.exists()
+    assert more or f"--kv-dir {folder} needs host memory" in capsys.readouterr().err

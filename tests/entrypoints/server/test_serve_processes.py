@@ -217,6 +217,13 @@ def test_kept_chunks_are_those_of_the_next_server(served: Any, tmp_path: Path, n
     assert server.end() == 0 and not server.errors
 
 
+def test_a_server_that_cannot_start_leaves_no_folders(served: Any, tmp_path: Path):
+    server = served("--host-kv-gib", "0.1", "--kv-dir", str(tmp_path / "kv"), "--num-pages", "0")
+    assert server.end() == 2
+    assert server.errors == ["nanovllm: error: --num-pages 0 must be an integer of at least 1"]
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("killed", [True, False])
 def test_the_next_server_has_the_kv_and_the_named_chunks_of_one_that_was_killed(served: Any, tmp_path: Path, killed: bool):
     options = ("--host-kv-gib", "0.1", "--kv-dir", str(tmp_path / "kv"), "--kv-dir-gib", "1")

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 import nanovllm as nv
 from nanovllm.config import ModelConfig
 from nanovllm.errors import CheckpointError, InvalidRequestError
+from nanovllm.loading.quantised_copy import write_quantised
 from nanovllm.ops.linear.quantised import QuantisedMatrix, gpu_layout
 from nanovllm.testing.models import save_hf_folder, tiny_config
 from tests.loading.quantisation.encoders import ENCODERS, Encoder
@@ -178,11 +179,11 @@ def one(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
 
 FAULTS = {
     "missing scale": ("fp8 in blocks", lambda t: t.pop(f"{UP}.weight_scale_inv"), rf"lacks the tensor {UP}\.weight_scale_inv \[6, 4\]"),
-    "wrong block": ("fp8 in blocks", put(f"{UP}.weight_scale_inv", lambda s: s[:3]), r"weight_scale_inv has shape \[3, 4\].*\[6, 4\]"),
+    "wrong block": ("fp8 in blocks", put(f"{UP}.weight_scale_inv", lambda s: s[:3]), r"_inv in .* has shape \[3, 4\].*\[6, 4\]"),
     "NaN code": ("fp8 in blocks", put(f"{UP}.weight", lambda w: (w.view(torch.uint8) | 0x7F).view(w.dtype)), rf"{UP}\.weight: a code is"),
-    "wrong group": ("compressed W4A16", put(f"{UP}.weight_scale", lambda s: s[:, :2]), r"weight_scale has shape \[96, 2\].*\[96, 4\]"),
-    "wrong packing": ("gptq", put(f"{UP}.qweight", lambda w: w.T), rf"{UP}\.qweight has shape \[96, 8\].*\[8, 96\]"),
-    "other packing": ("awq", put(f"{UP}.qweight", lambda w: w.reshape(8, 96)), rf"{UP}\.qweight has shape \[8, 96\].*\[64, 12\]"),
+    "wrong group": ("compressed W4A16", put(f"{UP}.weight_scale", lambda s: s[:, :2]), r"_scale in .* has shape \[96, 2\].*\[96, 4\]"),
+    "wrong packing": ("gptq", put(f"{UP}.qweight", lambda w: w.T), rf"{UP}\.qweight in .* has shape \[96, 8\].*\[8, 96\]"),
+    "other packing": ("awq", put(f"{UP}.qweight", lambda w: w.reshape(8, 96)), rf"{UP}\.qweight in .* has shape \[8, 96\].*\[64, 12\]"),
     "wrong dtype": ("gptq", put(f"{UP}.qweight", lambda w: w.long()), rf"{UP}\.qweight has dtype I64, expected one of I32"),
     "wrong shape said": ("compressed W4A16", put(f"{UP}.weight_shape", lambda s: s + 1), rf"{UP}\.weight_shape: it is \[97, 65\]"),
     "uneven groups": ("gptq", put(f"{UP}.g_idx", lambda g: g * 0), rf"{UP}\.g_idx: it does not put 16 columns into each group"),
@@ -192,6 +193,10 @@ FAULTS = {
     "missing zero points": (
         "compressed W4A16, asymmetric", lambda t: t.pop(f"{UP}.weight_zero_point"), rf"lacks the tensor {UP}\.weight_zero_point",
     ),
+    "groups of another length": (
+        "gptq", put(f"{UP}.g_idx", lambda g: g[:32]), rf"{UP}\.g_idx in model.safetensors has shape \[32\], .* \[64\]",
+    ),
+    "missing codes": ("gptq", lambda t: t.pop(f"{UP}.qweight"), rf"lacks the tensor {UP}\.qweight"),
     "a tensor too many": ("awq", lambda t: t.update({f"{UP}.extra": torch.ones(1)}), rf"{UP}\.extra"),
 }  # fmt: skip
 
@@ -205,6 +210,53 @@ def test_a_damaged_tensor_is_refused_by_name(tmp_path: Path, fault: str) -> None
         load(quantised)
 
 
+@pytest.mark.parametrize("name", ["compressed W4A16", "gptq", "awq", "compressed W8A16"])
+def test_another_group_size_in_the_config_is_named(tmp_path: Path, name: str) -> None:
+    quantised, _ = folders(tmp_path, ENCODERS[name], tiny_config(**SIZES))
+    text = json.dumps(ENCODERS[name].config)
+    wrong = text.replace('"group_size": 16', '"group_size": 32').replace('"channel", "group_size": null', '"group", "group_size": 32')
+    set_config(quantised, quantization_config=json.loads(wrong))
+    scale = "scales" if name in ("gptq", "awq") else "weight_scale"
+    right = "-1, or at least 64" if name == "compressed W8A16" else 16
+    with pytest.raises(CheckpointError) as found:
+        load(quantised)
+    said = str(found.value)
+    assert said.startswith(f"{quantised}: model.layers.0.") and f"{scale} in model.safetensors has shape" in said
+    assert f"which fits group_size={right}, but config.json has group_size=32" in said
+    assert ("run `nanovllm quantize` again" in said) == name.startswith("compressed")
+
+
+@pytest.mark.parametrize("size", [0, None, -2, True, "128", 1.5])
+def test_a_wrong_group_size_of_compressed_tensors_is_refused(tmp_path: Path, size: object) -> None:
+    encoder = ENCODERS["compressed W4A16"]
+    quantised, _ = folders(tmp_path, encoder, tiny_config(**SIZES))
+    config = json.loads(json.dumps(encoder.config))
+    config["config_groups"]["group_0"]["weights"]["group_size"] = size
+    set_config(quantised, quantization_config=config)
+    with pytest.raises(CheckpointError, match=f"config.json: .*group_size={size!r}, expected a positive integer or -1"):
+        load(quantised)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_damaged_tensor_is_refused_with_its_folder_and_a_remedy(tmp_path: Path, fault: str) -> None:
+    name, change, _ = FAULTS[fault]
+    quantised, _ = folders(tmp_path, ENCODERS[name], tiny_config(**SIZES))
+    edit(quantised, change)
+    with pytest.raises(CheckpointError) as found:
+        load(quantised)
+    assert str(found.value).startswith(str(quantised)) and "copy or download the folder again, config.json included" in str(found.value)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_a_config_that_lost_its_quantisation_is_named(tmp_path: Path, name: str) -> None:
+    quantised, _ = folders(tmp_path, ENCODERS[name], tiny_config(**SIZES))
+    set_config(quantised, quantization_config=None)
+    for call in (load, lambda folder: write_quantised(folder, tmp_path / "copy", "fp8")):
+        with pytest.raises(CheckpointError, match=r"looks quantised, but config\.json has no quantization_config") as found:
+            call(quantised)
+        assert str(found.value).startswith(f"{quantised}: model.layers.0.")
+
+
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("name", ENCODERS)
 def test_a_wrong_scale_is_refused_with_its_file_and_tensor(tmp_path: Path, name: str, value: float) -> None:
@@ -215,6 +267,14 @@ def test_a_wrong_scale_is_refused_with_its_file_and_tensor(tmp_path: Path, name:
     with pytest.raises(CheckpointError) as found:
         load(quantised)
     assert str(found.value).startswith(f"{file}: {scale}: a scale is {f'{value:g}' if value else '0 for weights that are not'}")
+
+
+def test_scales_may_be_negative(tmp_path: Path) -> None:
+    """AutoRound's symmetric codes have such scales."""
+    quantised, plain = folders(tmp_path, ENCODERS["gptq"], tiny_config(**SIZES))
+    edit(quantised, put(f"{UP}.scales", torch.neg))
+    edit(plain, put(f"{UP}.weight", torch.neg))
+    require_equal(load(quantised), load(plain), {"int4"})
 
 
 REFUSED = {
@@ -275,6 +335,7 @@ def test_wrong_options(tmp_path: Path) -> None:
     for how, message in (
         ({"quantization": "int2"}, "quantization='int2' must be one of fp8, int8, int4"),
         ({"quantization": True}, "quantization=True"),
+        ({"quantization": "w4a16"}, "must be one of fp8, int8, int4, or None; w4a16 is called int4 here"),
         ({"quantize_head": True}, "quantize_head=True needs"),
         ({"quantization": "fp8", "quantize_head": 1}, "quantize_head=1 must be True or False"),
     ):

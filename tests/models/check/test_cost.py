@@ -90,6 +90,8 @@ def test_perplexities_are_told_of_a_text_that_the_reference_knows() -> None:
     for value in (300.0, 36260.0, math.inf, math.nan):
         unknown = replace(found, reference_perplexity=value)
         assert not unknown.knows_text and "worse than chance" in cost_text(unknown) and "12.5" not in cost_text(unknown)
+        assert "does not know text of this kind" in cost_text(unknown) and "docs/reference/figures.md" in cost_text(unknown)
+    assert "does not know text" not in cost_text(found)
     packaged = nv.load_model("tiny", "cpu")
     assert not cost(packaged, packaged, sample_tokens(packaged, 64)).knows_text
     assert packaged.tokenizer is not None

@@ -258,7 +258,8 @@ def _outline(fd: int) -> Outline:
 def _require_fit(outline: Outline, fingerprint: str, most: tuple[int, ...]) -> None:
     shape, own = outline.shape, outline.metadata.get("fingerprint")
     if own != fingerprint:
-        raise _OtherModelError(f"KV of another model: its fingerprint is {reprlib.repr(own)}, not {fingerprint!r}")
+        marks = f"its fingerprint is {reprlib.repr(own)}, this model's is {reprlib.repr(fingerprint)}"
+        raise _OtherModelError(f"KV of another model, or of other weights (quantization): {marks}")
     most = (*most[:-1], stored_width(most[-1], outline.dtype))
     if shape[1] > most[1] or (shape[0], *shape[2:]) != (most[0], *most[2:]):
         raise _RefusedError(f"its kv has shape {list(shape)}, but the model needs {list(most)}, with {most[1]} tokens or fewer")

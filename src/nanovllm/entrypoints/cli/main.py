@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 
-from nanovllm.entrypoints.arguments import CommandParser, Parser, add_model_options, engine_limits
+from nanovllm.entrypoints.arguments import CommandParser, Parser, add_model_options, as_typed, engine_limits
 from nanovllm.entrypoints.cli import chat, chat_loop, generate, quantize, serve
 from nanovllm.entrypoints.cli import memory as memory_demo
 from nanovllm.entrypoints.cli.check import command as check_command
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(end="", flush=True)  # an error of the last write shows here, not at exit
             return code
     except NanoVLLMError as error:
-        print(f"nanovllm: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"nanovllm: error: {' '.join(as_typed(str(error), options).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)

@@ -8,6 +8,7 @@ import ssl
 import stat
 import sys
 import warnings
+from contextlib import suppress
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
@@ -15,8 +16,9 @@ from urllib.parse import urlsplit
 
 import torch
 
-from nanovllm.entrypoints.arguments import add_model_options, add_ranks, engine_limits, positive, rounding, source
+from nanovllm.entrypoints.arguments import add_model_options, add_ranks, as_typed, engine_limits, positive, rounding, source
 from nanovllm.entrypoints.server.settings import Settings
+from nanovllm.entrypoints.server.starting import FAILED
 from nanovllm.errors import InvalidRequestError
 from nanovllm.files import as_path
 from nanovllm.loading.hub import resolve_folder
@@ -126,8 +128,8 @@ def run(options: argparse.Namespace) -> int:
         tool_parser=options.tool_parser,
         reasoning_parser=options.reasoning_parser,
     )
-    if settings.chunk_dir is not None and not settings.chunk_dir.is_dir():
-        raise InvalidRequestError(f"--chunk-dir {settings.chunk_dir} is not a folder")
+    if options.chunk_dir is not None and not options.chunk_dir.is_dir():
+        raise InvalidRequestError(f"--chunk-dir {options.chunk_dir} is not a folder")
     if not settings.api_keys and not is_loopback(settings.host):
         raise InvalidRequestError(f"--host {settings.host} can be reached from elsewhere, so a key is needed: --api-key-file or {KEYS}")
     resolve_folder(model, revision=options.revision, download=options.download, with_code=options.trust_remote_code)
@@ -140,26 +142,42 @@ def run(options: argparse.Namespace) -> int:
         "device": options.device,
         "dtype": options.dtype,
         "max_num_seqs": options.max_num_seqs,
-        "kv_dir": None if options.kv_dir is None else kv_folder(options.kv_dir, settings.api_keys),
+        "kv_dir": None if options.kv_dir is None else kv_folder(as_path(options.kv_dir), settings.api_keys),
     }
+    folders = [] if options.kv_dir is None else [as_path(options.kv_dir), *([] if settings.chunk_dir is None else [settings.chunk_dir])]
     supervisor = Supervisor(settings, model, limits, workers=options.workers, restart=not options.no_restart)
-    return supervisor.run(lambda line: print(line, flush=True))
+    made, code = make_kv_dir(*folders), FAILED
+    try:
+        code = supervisor.run(lambda line: print(line, flush=True), lambda told: as_typed(told, options))
+    finally:
+        if code == FAILED:
+            for folder in reversed(made):
+                with suppress(OSError):  # it has files by now
+                    folder.rmdir()
+    return code
 
 
 def chunk_folder(options: argparse.Namespace) -> Path | None:
-    """The folder of chunk files: that of `--chunk-dir`, or one in `--kv-dir`, which is made.
+    """The folder of chunk files: that of `--chunk-dir`, or one in `--kv-dir`, which `make_kv_dir` makes."""
+    return options.chunk_dir if options.kv_dir is None or options.chunk_dir is not None else as_path(options.kv_dir) / "chunks"
+
+
+def make_kv_dir(*folders: Path) -> list[Path]:
+    """Make the folder of `--kv-dir`, and other folders in this order. Those that are made are for their own user only.
+
+    Returns:
+        The folders that did not exist.
 
     Raises:
-        InvalidRequestError: It cannot be made.
+        InvalidRequestError: A folder cannot be made.
     """
-    if options.kv_dir is None or options.chunk_dir is not None:
-        return options.chunk_dir
-    folder = as_path(options.kv_dir) / "chunks"
+    missing = [folder for folder in folders if not os.path.exists(folder)]
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in folders:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise InvalidRequestError(f"--kv-dir {options.kv_dir} cannot be used: {error.strerror or error}") from error
-    return folder
+        raise InvalidRequestError(f"--kv-dir {folders[0]} cannot be used: {error.strerror or error}") from error
+    return missing
 
 
 def kv_folder(folder: Path, keys: tuple[bytes, ...]) -> Path:

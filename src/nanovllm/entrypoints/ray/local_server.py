@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from nanovllm.engine.disk_flush import flush_kv
-from nanovllm.entrypoints.cli.serve import kv_folder
+from nanovllm.entrypoints.cli.serve import kv_folder, make_kv_dir
 from nanovllm.entrypoints.server.app import App
 from nanovllm.entrypoints.server.engine_loop import EngineLoop
 from nanovllm.entrypoints.server.engine_process import load_llm
@@ -99,7 +99,10 @@ class LocalServer:
             NanoVLLMError: As `LLM`, or a format of `settings` is unknown.
         """
         if options.get("kv_dir") is not None:
-            options = {**options, "kv_dir": kv_folder(as_path(options["kv_dir"]), settings.api_keys)}
+            folder = as_path(options["kv_dir"])
+            if options.get("host_kv_gib") and settings.api_keys:  # otherwise `LLM` makes this folder itself, or refuses the options
+                make_kv_dir(folder)
+            options = {**options, "kv_dir": kv_folder(folder, settings.api_keys)}
         llm = load_llm(model, options, settings.tool_parser, settings.reasoning_parser)
         self._server = load_front(settings, model, options)
         prepare_grammars(llm.model.tokenizer, llm.model.config.vocab_size, llm.model.config.eos_token_ids)

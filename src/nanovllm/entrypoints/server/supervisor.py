@@ -45,11 +45,12 @@ class Supervisor:
         self._ready = self._telling = -1  # a pipe in which starting processes say that they are ready, or why they fail
         self._engine_deaths, self._front_deaths = Deaths(MOST_RESTARTS), Deaths(MOST_RESTARTS * workers)
 
-    def run(self, say: Callable[[str], None]) -> int:
+    def run(self, say: Callable[[str], None], spelled: Callable[[str], str] = str) -> int:
         """Serve until SIGTERM, SIGINT or SIGHUP.
 
         Args:
             say: Prints one line for the operator.
+            spelled: An error of the start, with options as the operator gave them.
 
         Returns:
             The exit code. 0: an orderly end. 1: a second signal came, or front ends failed again and again. 2: the start failed, and one
@@ -77,7 +78,7 @@ class Supervisor:
                     if signal.sigtimedwait(ends, 0) is not None:
                         return self._stop()
                 if told:
-                    print(f"nanovllm: error: {told}", file=sys.stderr, flush=True)
+                    print(f"nanovllm: error: {spelled(told)}", file=sys.stderr, flush=True)
                     return FAILED
                 address = url(self.http, tls=self.settings.certificate is not None)
                 say(f"nanovllm serves {self.settings.model_name} at {address}")

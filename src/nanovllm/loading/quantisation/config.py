@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,20 @@ class Quantisation:
         format_of: The format of a module by its name; None if the config does not quantise it.
         extra: Suffixes of tensors that such checkpoints also hold and that the weights do not depend on.
         biases: Whether the checkpoint may hold biases of zeros that the architecture does not have.
+        source: The name of the file that says so.
     """
 
     method: str
     format_of: Callable[[str], MatrixFormat | None]
     extra: tuple[str, ...] = ()
     biases: bool = False
+    source: str = "config.json"
+
+    @property
+    def remedy(self) -> str:
+        """What to do about tensors that do not fit."""
+        again = ", or run `nanovllm quantize` again" if self.method == "compressed-tensors" else ""
+        return f"copy or download the folder again, {self.source} included{again}"
 
 
 def read_quantisation(hf: HF, folder: Path) -> Quantisation | None:
@@ -52,7 +60,7 @@ def read_quantisation(hf: HF, folder: Path) -> Quantisation | None:
     """
     config = hf.get("quantization_config") or hf.get("compression_config")
     if not config and (folder / GPTQ_FILE).is_file():
-        config = {"quant_method": "gptq", **read_json(folder / GPTQ_FILE)}
+        return replace(_gptq({"quant_method": "gptq", **read_json(folder / GPTQ_FILE)}), source=GPTQ_FILE)
     if not config and (folder / MODELOPT_FILE).is_file():
         raise CheckpointError(f"{folder / MODELOPT_FILE}: checkpoints of ModelOpt are not supported: {READ}")
     if not config:
@@ -167,7 +175,8 @@ def _compressed_format(name: str, group: HF, stored: Any) -> MatrixFormat:
     if strategy is None:
         strategy = "group" if size not in (None, -1) else "channel" if size == -1 else "tensor"
     wide = 0 if strategy in ("channel", "tensor") or size in (None, -1) else size
-    if wide and (isinstance(wide, bool) or not isinstance(wide, int) or wide < 1):
+    grouped = strategy == "group" and size != -1
+    if (wide or grouped) and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
         raise CheckpointError(f"{where} group_size={size!r}, expected a positive integer or -1")
     match (stored, kind, bits):
         case ("pack-quantized", "int", 4 | 8) if strategy in ("channel", "group", "tensor"):

@@ -77,7 +77,7 @@ def sealed(matrix: QuantisedMatrix, scale: str) -> QuantisedMatrix:
     Raises:
         PartError: A scale is not finite, or is 0 for codes that are not, or an fp8 code is NaN.
     """
-    scales, codes = matrix.scales, matrix.codes
+    scales, codes = matrix.scales, matrix.codes  # a scale may be negative: AutoRound stores such scales of symmetric codes
     finite = scales.isfinite()
     if not finite.all():
         raise PartError(scale, f"a scale is {scales[~finite][0]}: the file is damaged, or the tool that quantised it overflowed")

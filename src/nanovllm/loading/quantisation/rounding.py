@@ -45,7 +45,13 @@ def require_rounding(quantization: object, quantize_head: object) -> Rounding | 
     for kind in KINDS:
         if quantization == kind:
             return Rounding(kind=kind, head=quantize_head)
-    raise InvalidRequestError(f"quantization={quantization!r} must be one of {', '.join(KINDS)}, or None")
+    other = "; w4a16 is called int4 here" if quantization == "w4a16" else ""
+    raise InvalidRequestError(f"quantization={quantization!r} must be one of {', '.join(KINDS)}, or None{other}")
+
+
+def quantised_already(quantization: object, method: str) -> InvalidRequestError:
+    """The error of `quantization` for a checkpoint that is quantised by `method`."""
+    return InvalidRequestError(f"quantization={quantization!r}, but the checkpoint is quantised already ({method}): leave it out")
 
 
 def rounded_params(params: Params[Tensor], rounding: Rounding) -> Params[Tensor]:

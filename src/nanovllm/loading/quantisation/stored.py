@@ -1,18 +1,25 @@
 """`StoredMatrices`: which of a checkpoint's matrices are quantised, and what is wrong with their tensors."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from nanovllm.errors import CheckpointError
+from nanovllm.loading.quantisation.awq import Awq
 from nanovllm.loading.quantisation.config import Quantisation
 from nanovllm.loading.quantisation.formats import MatrixFormat, Part
+from nanovllm.loading.quantisation.gptq import Gptq
+from nanovllm.loading.quantisation.packed_words import PackedWords
+from nanovllm.loading.quantisation.scaled_codes import ScaledCodes
 from nanovllm.loading.safetensors_headers import TensorHeader
 from nanovllm.models.common.params import ParamInfo, Params
 from nanovllm.models.init_params import infos
 from nanovllm.types import FLOATS
 
 WEIGHT = ".weight"
+QUANTISED_DTYPES = ("I8", "F8_E4M3", "F8_E5M2")
+QUANTISED_NAMES = (".weight_packed", ".weight_scale", ".weight_scale_inv", ".qweight", ".qzeros")
+GROUPS = (128, 64, 32, 256, 16, 512, 1024, 8, 0)  # columns of a group, the most frequent first; 0: a scale per row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +74,23 @@ class StoredMatrices:
                     if part.needed:
                         yield f"the checkpoint lacks the tensor {whole} {list(part.shapes[0])}, which {stored.summary} needs"
                 elif header.shape not in part.shapes:
-                    yield f"{whole} has shape {list(header.shape)}, {stored.summary} asks for {list(part.shapes[0])}"
+                    yield self._wrong_shape(name, suffix, header)
                 elif header.dtype not in part.dtypes:
                     yield f"{whole} has dtype {header.dtype}, expected one of {', '.join(part.dtypes)}"
+
+    def _wrong_shape(self, name: str, suffix: str, header: TensorHeader) -> str:
+        """What is wrong with the shape of a tensor: most often `group_size`, if another one fits."""
+        stored, shape = self.formats[name], self.shapes[name]
+        found = f"{module_of(name)}.{suffix} in {header.file.name} has shape {list(header.shape)}"
+        wanted = list(stored.parts(*shape)[suffix].shapes[0])
+        mine = _group(stored)
+        for size in GROUPS if mine is not None and self.quantisation is not None else ():
+            if header.shape in _with_group(stored, size).parts(*shape)[suffix].shapes:
+                source = "config.json" if self.quantisation is None else self.quantisation.source
+                alone = size == 0 or size >= shape[1]
+                fits = f"group_size=-1, or at least {shape[1]}" if alone else f"group_size={size}"
+                return f"{found}, which fits {fits}, but {source} has group_size={mine or -1}, which asks for {wanted}"
+        return f"{found}, {stored.summary} asks for {wanted}"
 
     def beside(self, name: str, header: TensorHeader) -> bool:
         """Whether a quantised checkpoint may hold this tensor, on which the weights do not depend."""
@@ -82,6 +103,29 @@ class StoredMatrices:
 
 
 UNQUANTISED = StoredMatrices()
+
+
+def lost_config(headers: Mapping[str, TensorHeader]) -> str | None:
+    """What to say about a checkpoint whose config does not say that it is quantised, if its tensors look quantised; else None."""
+    for name, header in sorted(headers.items()):
+        if (header.dtype in QUANTISED_DTYPES and len(header.shape) > 1) or name.endswith(QUANTISED_NAMES):
+            found = f"{name} ({header.dtype}) in {header.file.name} looks quantised"
+            return f"{found}, but config.json has no quantization_config: copy or download config.json again"
+    return None
+
+
+def _group(stored: MatrixFormat) -> int | None:
+    """Columns that a scale serves, 0 for all of a row. None: the scales of the format do not depend on a `group_size`."""
+    if isinstance(stored, ScaledCodes):
+        return stored.columns if stored.rows == 1 else None
+    return stored.group if isinstance(stored, PackedWords | Gptq | Awq) else None
+
+
+def _with_group(stored: MatrixFormat, size: int) -> MatrixFormat:
+    """The format with another number of columns for each scale; see `_group`."""
+    if isinstance(stored, ScaledCodes):
+        return replace(stored, columns=size)
+    return replace(stored, group=size) if isinstance(stored, PackedWords | Gptq | Awq) else stored
 
 
 def module_of(name: str) -> str:

@@ -438,7 +438,7 @@ def test_bench_rounds_weights_and_says_so(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert json.loads(capsys.readouterr().out)["quantization"] == told.removesuffix(", the head too")
     for one in ("bench", "profile"):
         assert cli.main([one, *where[:4], "--quantize-head"]) == 2
-        assert "quantize_head=True needs quantization" in capsys.readouterr().err
+        assert "--quantize-head needs --quantization" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

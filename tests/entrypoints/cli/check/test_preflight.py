@@ -176,6 +176,14 @@ def test_kv_in_fp8_takes_about_half_and_runs_by_the_same_kernels_on_a_cpu(folder
     assert said[1]["kernels"] == said[0]["kernels"]
 
 
+def test_the_report_says_that_kv_is_not_rounded(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for more in ([], ["--kv-dtype", "fp8"]):
+        cli.main(["check", "tiny", "--device", "cpu", "--tokens", "24", *more])
+        shown.append("do not round keys and values as --kv-dtype fp8 does" in capsys.readouterr().out)
+    assert shown == [False, True]
+
+
 def test_random_weights_have_no_revisions(capsys: pytest.CaptureFixture[str]) -> None:
     name = next(iter(SHAPES))
     assert cli.main(["check", name, "--revision", "abc", "--device", "cpu", "--dry-run"]) == 2

@@ -12,6 +12,7 @@ from nanovllm.entrypoints.cli.bench import model_shapes
 from nanovllm.entrypoints.cli.bench.model_shapes import random_weights
 from nanovllm.entrypoints.cli.check.preflight import outlook
 from nanovllm.entrypoints.cli.check.preflight_text import text
+from nanovllm.entrypoints.cli.main import main
 from nanovllm.errors import InvalidRequestError
 from nanovllm.loading.quantised_copy import write_quantised
 from nanovllm.ops.linear.quantise import KINDS, Kind
@@ -47,6 +48,17 @@ def test_a_copy_in_w4a16_is_said_to_be_int4(tmp_path: Path) -> None:
         found = outlook(str(tmp_path / name), CPU, None, shapes=SHAPES)
         assert found.weights is not None and found.weights.quantization == nv.load_model(tmp_path / name, "cpu").quantization
     assert "matrices in int4 in groups of 128 (compressed-tensors)" in " ".join(text(found).split())
+
+
+def test_a_quantised_checkpoint_is_not_rounded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, copy = save_hf_folder(tmp_path / "plain", tiny_config()), str(tmp_path / "copy")
+    write_quantised(folder, Path(copy), "int8")
+    said = set[str]()
+    for words in (["check", copy], ["check", copy, "--dry-run"], ["generate", "--model", copy, "x"]):
+        assert main([*words, "--device", "cpu", "--quantization", "int8"]) == 2
+        said.add(capsys.readouterr().err)
+    why = "--quantization int8, but the checkpoint is quantised already (compressed-tensors): leave it out"
+    assert said == {f"nanovllm: error: {why}\n"}
 
 
 def test_an_impossible_rounding_is_refused(untyped: None) -> None:

@@ -50,6 +50,10 @@ all ranks are compared, and in float64 what they compute together with what the 
 the CPU if it does not fit there. Exit code 1 is then also given if the two differ.
 """
 
+KV_NOT_ROUNDED = (
+    "These comparisons do not round keys and values as --kv-dtype {0} does: `nanovllm eval-reuse --kv-dtype {0}` measures what that costs."
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `nanovllm check`."""
@@ -95,7 +99,7 @@ def main(options: argparse.Namespace) -> int:
     if options.name is not None and options.model is not None:
         raise InvalidRequestError(f"two models were named, {options.name!r} and --model {options.model!r}: give one of them")
     if not 0 < options.memory_fraction <= 1:
-        raise InvalidRequestError(f"--memory-fraction: memory_fraction={options.memory_fraction!r} must be above 0 and at most 1")
+        raise InvalidRequestError(f"memory_fraction={options.memory_fraction!r} must be above 0 and at most 1")
     require_output(options.output)
     name, device = options.name or options.model or "tiny", resolve_device(options.device)
     ranks = options.tensor_parallel_size
@@ -131,6 +135,8 @@ def main(options: argparse.Namespace) -> int:
             reference = loaded(other, options.device, options.dtype, **limits, **source(options))
             found = cost(model, reference, sample_tokens(model, options.tokens))
             figures["cost"], shown = found.as_json(), f"{shown}\n\n{cost_text(found)}"
+    if shown and options.kv_dtype is not None:
+        shown = f"{shown}\n\n{KV_NOT_ROUNDED.format(options.kv_dtype)}"
     written = json.dumps({**figures, "outlook": look.as_json()}, indent=1)
     if options.json or shown:
         print(written if options.json else f"\n{shown}")

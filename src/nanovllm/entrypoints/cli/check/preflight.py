@@ -21,7 +21,7 @@ from nanovllm.loading.hub import read_json, require_whole, resolve_folder
 from nanovllm.loading.load_model import read_config, read_generation_config, require_vocabulary, resolve_dtype, with_ends
 from nanovllm.loading.quantisation.activations import require_fp8_products, require_fp8_weights
 from nanovllm.loading.quantisation.config import Quantisation, read_quantisation
-from nanovllm.loading.quantisation.rounding import Rounding, quantisable, require_rounding
+from nanovllm.loading.quantisation.rounding import Rounding, quantisable, quantised_already, require_rounding
 from nanovllm.loading.quantisation.stored import StoredMatrices, module_of, stored_matrices
 from nanovllm.loading.safetensors_headers import TensorHeader, read_headers
 from nanovllm.loading.tokenizer_files import load_tokenizer
@@ -164,7 +164,8 @@ def outlook(
 
     Raises:
         CheckpointError: The folder or repository was not found.
-        InvalidRequestError: The dtype does not exist, or `quantize_head` needs `quantization`.
+        InvalidRequestError: The dtype does not exist, or `quantize_head` needs `quantization`, or `quantization` is for a checkpoint that
+            is quantised already.
     """
     rounding = require_rounding(quantization, quantize_head)
     if name in shapes:
@@ -228,9 +229,10 @@ def _outlook(
     chosen, foreign = resolve_dtype(dtype, config, device), isinstance(spec, TransformersSpec)
     config = fitted(config, device, chosen)
     quantisation = None if folder is None else read_quantisation(read_json(folder / "config.json"), folder)
-    if rounding is not None and (foreign or quantisation is not None):
-        why = "the architecture is not built in" if quantisation is None else f"the checkpoint is quantised already ({quantisation.method})"
-        problems.append(f"quantization={rounding.kind!r} is not possible: {why}")
+    if rounding is not None and quantisation is not None:
+        raise quantised_already(rounding.kind, quantisation.method)
+    if rounding is not None and foreign:
+        problems.append(f"quantization={rounding.kind!r} is not possible: the architecture is not built in")
         rounding = None
     part = config
     if ranks > 1 and foreign:
