@@ -1,8 +1,12 @@
 """The static buffers of captured steps, on a CPU: what is filled in is what a replay would read."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from immutables import Map
 
 from nanovllm import models
 from nanovllm.config import EngineConfig
@@ -10,6 +14,9 @@ from nanovllm.executor.batch import HostBatch, padded
 from nanovllm.executor.cascade_policy import Cascades, cascade_policy
 from nanovllm.executor.cuda_graphs import StepGraphs
 from nanovllm.executor.decode_carry import DecodeCarry
+from nanovllm.models.fast.cuts import Cuts, StepCuts
+from nanovllm.ops.attention.fused_plan import cut_of
+from nanovllm.ops.backends import LARGEST
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.sampling.penalty_tables import PenaltyTables
 from nanovllm.sampling.row_options import packed_options, row_options
@@ -72,3 +79,13 @@ def test_buffers_hold_the_newest_batch_and_nothing_of_older_ones(graphs: StepGra
         tables = carry.batch.page_tables.numpy()
         assert tables.shape == (size, LONGEST // PAGE)
         assert (tables[:, :width] == host.page_tables).all() and (tables[:, width:] == NUM_PAGES).all()
+
+
+def test_tuned_tiles_of_attention_are_not_those_of_kv_in_fp8() -> None:
+    """They are measured over KV in the dtype of the model, whose tiles have twice the bytes."""
+    cut, cuts = (32, 4, 3, 2), Cuts(steps=Map({8: StepCuts(attend=(32, 4, 3, 2))}))
+    for fp8, used in ((False, cut), (True, cut_of(8, 8, LARGEST, fp8=True))):
+        model, device = random_model(tiny_config(head_dim=8)), torch.device("cpu")
+        graphs: Any = SimpleNamespace(_fused_plans={}, _model=model, _cuts=cuts, _device=device, _fp8=fp8)
+        plan = StepGraphs._fused_plan(graphs, 8)
+        assert (plan.tile, plan.warps, plan.stages, plan.splits) == used

@@ -20,8 +20,10 @@ DTYPE = "float32, bfloat16 or float16 (default: the model's on a GPU, float32 on
 DEVICE = "cpu or cuda (default: a GPU if torch sees one)"
 POOL = "enough for requests of full length, but at most 4 GiB on a CPU, or the rest of --memory-fraction on a GPU"
 
-ENGINE = ("num_pages", "num_frames", "max_model_len", "max_num_seqs", "max_step_ms", "memory_fraction", "host_kv_gib", "kv_dir")
-ENGINE = (*ENGINE, "kv_dir_gib", "kv_dtype", "quantize_head", "fp8_activations", "tensor_parallel_size")
+ENGINE = (
+    "num_pages", "num_frames", "max_model_len", "max_num_seqs", "max_step_ms", "memory_fraction", "host_kv_gib", "kv_dir", "kv_dir_gib",
+    "kv_dtype", "quantize_head", "fp8_activations", "tensor_parallel_size",
+)  # fmt: skip
 # An argument with its value, which may be several in quotes, or without; not a part of a word, a path or an option.
 VALUE = r"='[^']*'(?:(?:, | or )'[^']*')*|=[^\s,;:)]*"
 ARGUMENT = re.compile(rf"(?<![\w./'\"-])(?P<name>{'|'.join(ENGINE)}|quantization(?==))(?P<value>{VALUE})?(?![\w/'\"-])")
@@ -57,7 +59,7 @@ def as_typed(message: str, options: argparse.Namespace) -> str:
 
     def typed(found: re.Match[str]) -> str:
         name, value = found["name"], (found["value"] or "").removeprefix("=").replace("'", "")
-        if not hasattr(options, name):
+        if name not in vars(options):
             return found[0]
         option = f"--{name.replace('_', '-')}"
         return option if value in ("", "True") else f"{option} {value}"

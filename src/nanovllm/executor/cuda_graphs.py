@@ -304,7 +304,8 @@ class StepGraphs:
 
     def _fused_plan(self, size: int) -> FusedDecodePlan:
         if size not in self._fused_plans:
-            c, cut = self._model.config, () if self._cuts is None else self._cuts.at(size).attend
+            # Cuts of attention are measured over KV in the dtype of the model.
+            c, cut = self._model.config, () if self._cuts is None or self._fp8 else self._cuts.at(size).attend
             self._fused_plans[size] = FusedDecodePlan(size, c.num_heads, c.num_kv_heads, c.head_dim, self._device, cut, fp8=self._fp8)
         return self._fused_plans[size]
 

@@ -20,8 +20,9 @@ MANY = (
     (48, (64, 4, 3, 1)), (64, (32, 2, 4, 1)), (96, (64, 4, 3, 1)), (128, (32, 2, 4, 1)), (160, (64, 4, 2, 1)), (192, (32, 2, 3, 1)),
     (224, (64, 4, 2, 1)), (0, (32, 2, 4, 1)),
 )  # fmt: skip
-# The same for up to 32 rows in FP8, for more those of `MANY`. Its tiles have half the bytes, so more tokens or more tiles are in flight.
-FP8 = ((2, (128, 4, 0, 32)), (8, (64, 2, 4, 8)), (16, (64, 2, 4, 4)), (32, (64, 2, 4, 2)))
+# The same for up to 32 rows in FP8, of which up to 8 were measured; more rows have those of `MANY`. Tiles in FP8 have half the bytes, so
+# more tokens or more tiles are in flight.
+FEW_FP8 = ((2, (128, 4, 0, 32)), (8, (64, 2, 4, 8)), (16, (64, 2, 4, 4)), (32, (64, 2, 4, 2)))
 WIDE = 128  # with more channels per head, the keys and values of a tile and the next tile need the registers of 8 warps
 LONG = 1024  # a row of so many tokens does not delay the other rows of a batch of many rows
 
@@ -32,8 +33,8 @@ def cut_of(batch_size: int, head_dim: int, memory: int, *, fp8: bool = False) ->
     The numbers are tokens per tile, warps per program, tiles in flight (0: one tile, in registers) and splits per row, a power of two.
     Tiles in flight use at most `memory` bytes of shared memory.
     """
-    if fp8 and batch_size <= FP8[-1][0]:
-        tile, warps, stages, splits = next(cut for rows, cut in FP8 if batch_size <= rows)
+    if fp8 and batch_size <= FEW_FP8[-1][0]:
+        tile, warps, stages, splits = next(cut for rows, cut in FEW_FP8 if batch_size <= rows)
         most = memory // (2 * tile << (head_dim - 1).bit_length())
         return tile, warps if head_dim <= WIDE or stages else 8, min(stages, max(1, most)), splits
     if batch_size > PIPELINED:

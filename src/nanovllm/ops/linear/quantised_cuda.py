@@ -1,7 +1,7 @@
 """Products with a quantised matrix on a GPU: which kernel multiplies how many rows.
 
-Few rows with a matrix of 8 bits are summed in float32. More rows are multiplied on tensor cores by kernels that convert the codes they
-read, and so are few rows with a matrix of 4 bits. Above `FUSED_ROWS` rows each program would repeat too much of the conversion, so the
+One or two rows with a matrix of 8 bits are summed in float32 if this is faster (`SPLIT_FROM`). All others are multiplied on tensor cores
+by kernels that convert the codes they read. Above `FUSED_ROWS` rows each program would repeat too much of the conversion, so the
 matrix is dequantised in pieces and torch multiplies. If the matrix asks for it, the activations of more than `scaled_product.ROWS` rows are
 rounded to FP8, and torch multiplies codes.
 """
