@@ -28,10 +28,11 @@ def test_two_tabs_of_one_chat_overwrite_nothing(window: Window) -> None:
         other.until("document.querySelector('.message:last-child .figures').textContent.includes('tokens')")
         assert other.said() == window.said()
         window.press("Regenerate", 1)
+        other.until("document.querySelectorAll('.message')[1].querySelector('.walk span')?.textContent.endsWith('/2')")
         other.press("Regenerate", 1)
         for one in (window, other):
             one.ended()
-            one.until("document.querySelectorAll('.message')[1].querySelector('.walk span').textContent.endsWith('/3')")
+            one.until("document.querySelectorAll('.message')[1].querySelector('.walk span')?.textContent.endsWith('/3')")
         nodes = window.stored()["nodes"]
         assert len(nodes) == 6 and all(node["finish"] == "stop" and node["content"] for node in nodes)
         other.page.click("#new")
@@ -191,3 +192,26 @@ def test_a_chat_of_200_turns_is_quick(window: Window, tmp_path: Path) -> None:
     window.press("Regenerate", 199)
     window.page.wait_for_selector(".walk:visible")
     assert window.page.locator(".message").count() == 200
+
+
+def test_a_long_chat_is_scrolled_without_jumps(window: Window, tmp_path: Path) -> None:
+    """Messages get their heights when they come near to the window. What is on the screen stays where it is."""
+    file = tmp_path / "long.json"
+    file.write_text(json.dumps(long_chat(100)))
+    window.page.set_input_files("#import-file", file)
+    window.page.locator("#chats .chat").click()
+    window.until("document.querySelectorAll('.message').length === 200")
+    moved = """async () => {
+        const log = document.getElementById("log"), { x, y, width } = log.getBoundingClientRect(), moves = [];
+        for (let i = 0; i < 20; i++) {
+            let seen = null;  // between two messages there is none
+            for (let down = 40; !seen; down += 20) seen = document.elementFromPoint(x + width / 2, y + down).closest(".message");
+            const before = seen.getBoundingClientRect().y;
+            log.scrollBy(0, -100);
+            for (let frame = 0; frame < 4; frame++) await new Promise(requestAnimationFrame);
+            moves.push(seen.getBoundingClientRect().y - before);
+        }
+        return moves;
+    }"""
+    moves = window.page.evaluate(moved)
+    assert all(abs(pixels - 100) <= 2 for pixels in moves), moves

@@ -54,9 +54,15 @@ class Window:
         return [text.strip() for text in self.page.locator(".message .body").all_text_contents()]
 
     def press(self, name: str, place: int = -1, role: str = "") -> None:
-        """Press a button of a message: the last one's, or that of a place."""
+        """Press a button of a message, the last one's or that of a place, when the page is at rest: a click is lost if the button moves in it."""
         messages = self.page.locator(f".message{role and f'.{role}'}")
-        messages.nth(place if place >= 0 else messages.count() + place).get_by_role("button", name=name, exact=True).click()
+        button = messages.nth(place if place >= 0 else messages.count() + place).get_by_role("button", name=name, exact=True)
+        button.scroll_into_view_if_needed()
+        places = [button.bounding_box()]
+        while len(places) < 4 or any(place != places[-1] for place in places[-4:]):
+            self.page.wait_for_timeout(50)
+            places.append(button.bounding_box())
+        button.click()
 
     def settle(self, name: str, value: str) -> None:
         """Change one of the settings."""
