@@ -54,7 +54,7 @@ class Window:
         return [text.strip() for text in self.page.locator(".message .body").all_text_contents()]
 
     def press(self, name: str, place: int = -1, role: str = "") -> None:
-        """Press a button of a message, the last one's or that of a place, when the page is at rest: a click is lost if the button moves in it."""
+        """Press a button of a message: the last one's, or that of a place. The page must rest: a click on a button that moves is lost."""
         messages = self.page.locator(f".message{role and f'.{role}'}")
         button = messages.nth(place if place >= 0 else messages.count() + place).get_by_role("button", name=name, exact=True)
         button.scroll_into_view_if_needed()
