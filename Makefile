@@ -93,20 +93,17 @@ pictures: $(DEV)
 bench: $(STAMP)
 	$(BIN)/nanovllm bench
 
-# The tests and figures that need a GPU, one after another, in about 45 minutes; `--parts` and `--limit` of the program take fewer.
+# All tests and figures that need GPUs, side by side on the GPUs of this host, for an hour at most; `--parts` and `--limit` take fewer.
 bench-gpu: $(DEV)
 	$(BIN)/python -m benchmarks.record_gpu
 
-# All shapes on several GPUs of one host, and what the engine says when a rank is hurt. GPUS is their number, CARD the name in the files.
+# Of these the figures of 2, 4 or 8 GPUs together, for benchmarks/results. GPUS is their number, CARD the name in the files.
 GPUS ?= 2
 CARD ?= h200
 bench-gpus: $(DEV)
-	for model in qwen3-8b qwen3-32b llama-3.3-70b; do \
-		$(BIN)/torchrun --standalone --nproc-per-node $(GPUS) benchmarks/gpus.py --model $$model \
-			--output benchmarks/results/$(CARD)x$(GPUS)-$${model##*-}.json || exit 1; done
-	if [ $(GPUS) -ge 8 ]; then $(BIN)/torchrun --standalone --nproc-per-node $(GPUS) benchmarks/gpus.py --model qwen3-235b-a22b \
-		--quantization fp8 --output benchmarks/results/$(CARD)x$(GPUS)-235b-fp8.json; fi
-	$(BIN)/python -m benchmarks.rank_faults --output benchmarks/results/$(CARD)x$(GPUS)-faults.json
+	rm -f benchmarks/out/$(CARD)x$(GPUS)-*.json
+	$(BIN)/python -m benchmarks.record_gpu --parts x$(GPUS) --card $(CARD); code=$$?; \
+		cp benchmarks/out/$(CARD)x$(GPUS)-*.json benchmarks/results/ && exit $$code
 
 # Streams over HTTP from the packaged model, beside the library on the same work.
 bench-http: $(DEV)

@@ -18,6 +18,8 @@ the median of `--repeats` times in milliseconds:
 and the next ones when all have their replies. The pages of the device hold a quarter of all histories. There are the milliseconds to the
 first token, the visits per second, and the prompt tokens that ran, that were reused, that were loaded from host memory and that were read
 from the disk. The ways are the device alone, with host memory, and with `--kv-dir` also with files; `--ways` chooses.
+
+`--which` leaves one of the two out. The file of `--output` is written after each measurement.
 """
 
 import argparse
@@ -41,6 +43,7 @@ from nanovllm.state.kv_cache import pages_for
 
 PAGE = 16
 WAYS = ("device_only", "host_memory", "disk")
+WHICH = ("first_tokens", "users")
 SIZES = ("prompt", "repeats", "users", "history", "turn", "reply", "visits", "at_once")
 
 
@@ -182,6 +185,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--kv-dir", type=Path, metavar="DIR", help="an empty folder on the disk to measure (default: none is measured)")
     parser.add_argument("--kv-dir-gib", type=float, default=64.0, help="size limit of the files in it in GiB (default: %(default)s)")
     parser.add_argument("--ways", metavar="WAY,...", help=f"of {', '.join(WAYS)} (default: all, disk only with --kv-dir)")
+    parser.add_argument("--which", default=",".join(WHICH), metavar="NAME,...", help="what to measure (default: %(default)s)")
     parser.add_argument("--kv-dtype", choices=["fp8"], help="the dtype of keys and values (default: the model's)")
     parser.add_argument("--commit", help="commit to record (default: the commit that git reports)")
     parser.add_argument("--output", type=Path, help="write the results to this JSON file")
@@ -193,24 +197,34 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"unknown way {', '.join(sorted(unknown))}; choose from {', '.join(WAYS)}")
     if "disk" in ways and options.kv_dir is None:
         parser.error("the way disk needs --kv-dir")
+    which = options.which.split(",")
+    if unknown := set(which) - set(WHICH):
+        parser.error(f"cannot measure {', '.join(sorted(unknown))}; choose from {', '.join(WHICH)}")
     model, name = find_model(options)
     freeze()
-    results: dict[str, Any] = {"first_token_ms": first_tokens(model, options)}
-    if "disk" in ways:
-        results["first_token_ms"] |= from_disk(model, options)
-    print("first_token_ms", json.dumps(results["first_token_ms"]), flush=True)
-    results["users"] = {}
-    for way in ways:
-        gib, folder = 0.0 if way == "device_only" else options.host_kv_gib, options.kv_dir if way == "disk" else None
-        results["users"][way] = users(model, options, gib, folder)
-        print(way, json.dumps(results["users"][way]), flush=True)
     settings = " ".join(f"--{each.replace('_', '-')} {getattr(options, each)}" for each in SIZES)
     kv = f" --kv-dtype {options.kv_dtype}" if options.kv_dtype else ""
     kv += f" --kv-dir {options.kv_dir.name}" if options.kv_dir else ""
     command = f"python benchmarks/kv_tiers.py --model {name} {settings} --host-kv-gib {options.host_kv_gib}{kv}"
-    result = record(model, {"kv_tiers": results}, command, options.commit)
-    if options.output:
-        options.output.write_text(json.dumps(result, indent=2) + "\n")
+    command += f" --ways {options.ways}" if options.ways else ""
+    command += f" --which {options.which}" if set(which) != set(WHICH) else ""
+    results = dict[str, Any]()
+
+    def note(name: str, found: dict[str, Any]) -> None:
+        """Print and write what there is so far: a run may be ended."""
+        print(name, json.dumps(found), flush=True)
+        if options.output:
+            result = record(model, {"kv_tiers": results}, command, options.commit)
+            options.output.write_text(json.dumps(result, indent=2) + "\n")
+
+    if "first_tokens" in which:
+        found = first_tokens(model, options)
+        results["first_token_ms"] = found | (from_disk(model, options) if "disk" in ways else {})
+        note("first_token_ms", results["first_token_ms"])
+    for way in ways if "users" in which else ():
+        gib, folder = 0.0 if way == "device_only" else options.host_kv_gib, options.kv_dir if way == "disk" else None
+        results.setdefault("users", {})[way] = users(model, options, gib, folder)
+        note(way, results["users"][way])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Hurt the ranks of an engine, and measure how soon it says so and how soon a new engine is right.
 
-    python -m benchmarks.rank_faults --model qwen3-0.6b --tensor-parallel-size 2 --output benchmarks/results/h200x2-faults.json
+    python -m benchmarks.rank_faults --model qwen3-0.6b --tensor-parallel-size 2 --output benchmarks/results/h200x2-rank-faults.json
     python -m benchmarks.rank_faults --model tiny --device cpu --tensor-parallel-size 2
 
 The last rank is killed (SIGKILL) while the engine is idle, runs a long prompt, decodes, or captures a CUDA graph (on a GPU). It is stopped

@@ -29,3 +29,10 @@ def test_the_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert needed[0] == needed[1] == needed[2] and all(way["visits_per_second"] > 0 for way in users.values())
     assert users["host_memory"]["reused_tokens"] >= users["device_only"]["reused_tokens"]
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["first_token_ms", "device_only", "host_memory", "disk"]
+    kv_tiers.main([*options, "--which", "users", "--ways", "device_only"])
+    told = json.loads(output.read_text())
+    assert list(told["kv_tiers"]) == ["users"] and list(told["kv_tiers"]["users"]) == ["device_only"]
+    assert told["command"].endswith("--ways device_only --which users")
+    with pytest.raises(SystemExit):
+        kv_tiers.main([*options, "--which", "nothing"])
+    assert "cannot measure nothing; choose from first_tokens, users" in capsys.readouterr().err

@@ -1,0 +1,107 @@
+"""The parts of `benchmarks/record_gpu.py`: what each runs, how long it may take, and what it needs.
+
+They start in this order. Parts of several cards are first, because cards would be idle while a part waits for several. Quiet parts are
+last, because the other cards are idle meanwhile. Limits leave room for a machine that has built no kernels yet.
+"""
+
+import os
+import sys
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from benchmarks.recording.choose import Part
+
+PYTHON = (sys.executable, "-m")
+TORCHRUN = (*PYTHON, "torch.distributed.run", "--standalone", "--nproc-per-node")  # --standalone takes a free port
+EIGHT = ("--model", "qwen3-8b")
+SMALL = ("--model", "qwen3-0.6b")
+WORKERS = max(8, min(28, (os.cpu_count() or 1) - 4))
+DECODE = "b1,b8,b64,offline"
+TIERS = ("--prompt", "16384", "--host-kv-gib", "32", "--which")
+
+
+def bench(name: str, which: str, *more: str, limit: float = 300, quiet: bool = False, by_name: bool = False) -> Part:
+    """A part that runs `nanovllm bench`."""
+    return Part(name, (*PYTHON, "nanovllm", "bench", "--which", which, *more), limit, quiet=quiet, by_name=by_name)
+
+
+def ranks(name: str, cards: int, model: str, *more: str, limit: float = 400, by_name: bool = False) -> Part:
+    """A part that runs a model on several cards."""
+    command = (*TORCHRUN, str(cards), "benchmarks/gpus.py", "--model", model, *more)
+    return Part(f"{name}-x{cards}", command, limit, cards, by_name=by_name)
+
+
+def faults(name: str, cards: int, ranks: int) -> Part:
+    """A part that hurts ranks. With cards for two engines, it hurts one of two."""
+    return Part(name, (*PYTHON, "benchmarks.rank_faults", *SMALL, "--tensor-parallel-size", str(ranks)), 400, cards)
+
+
+def two_ranks(name: str, limit: float, *more: str) -> Part:
+    """A part that runs the program of tests for two ranks."""
+    return Part(name, (*TORCHRUN, "2", "tests/gpu/two_ranks.py", *more), limit, cards=2, figures=False)
+
+
+def script(name: str, *words: str, limit: float = 300, quiet: bool = False) -> Part:
+    """A part that runs a program of `benchmarks/`: a file, or a module by its name."""
+    return Part(name, (sys.executable, *words) if words[0].endswith(".py") else (*PYTHON, *words), limit, quiet=quiet)
+
+
+def tune(name: str, *model: str) -> Part:
+    """A part that tunes kernels on random weights. Its file is no figure, and a run goes on from an older file."""
+    command = (*PYTHON, "nanovllm", "tune", *model, "--output", f"OUT/gpu-{name}.json")
+    return Part(name, command, 600, figures=False, by_name=True)
+
+
+TESTS = Part(
+    "tests",
+    (
+        *(*PYTHON, "pytest", "-q", "-m", "gpu", "tests/gpu", "-n", str(WORKERS), "-p", "benchmarks.recording.outcomes"),
+        *("--outcomes=OUT/gpu-tests.jsonl", "--junitxml=OUT/gpu-tests.xml"),
+    ),
+    900,
+    figures=False,
+    environment=(("OMP_NUM_THREADS", "2"),),
+)
+LIST = (
+    *(ranks(name, 8, model) for name, model in (("8b", "qwen3-8b"), ("32b", "qwen3-32b"), ("70b", "llama-3.3-70b"))),
+    ranks("235b-fp8", 8, "qwen3-235b-a22b", "--quantization", "fp8", limit=600),
+    faults("rank-faults-x8", 8, ranks=4),
+    *(ranks(name, 4, model) for name, model in (("8b", "qwen3-8b"), ("32b", "qwen3-32b"), ("70b", "llama-3.3-70b"))),
+    faults("rank-faults-x4", 4, ranks=2),
+    two_ranks("two-ranks", 400),
+    two_ranks("two-ranks-halves", 240, "--halves"),
+    ranks("8b", 2, "qwen3-8b"),
+    ranks("32b", 2, "qwen3-32b"),
+    ranks("70b", 2, "llama-3.3-70b", by_name=True),  # needs cards of more than 80 GB
+    faults("rank-faults", 2, ranks=2),
+    TESTS,
+    tune("tune-0.6b", *SMALL),
+    tune("tune-0.6b-fp8", *SMALL, "--quantization", "fp8"),
+    tune("tune-8b-fp8", *EIGHT, "--quantization", "fp8"),
+    tune("tune-8b-int4", *EIGHT, "--quantization", "int4"),
+    bench("8b", f"{DECODE},prefix", *EIGHT, "--repeats", "1"),
+    bench("8b-fp8", DECODE, *EIGHT, "--quantization", "fp8"),
+    bench("8b-int8", DECODE, *EIGHT, "--quantization", "int8"),
+    bench("8b-int4", DECODE, *EIGHT, "--quantization", "int4"),
+    bench("30b-a3b-fp8", "b1,b8,b64", "--model", "qwen3-30b-a3b", "--quantization", "fp8", "--repeats", "1", by_name=True),  # as 70b-x2
+    bench("0.6b-fp8", DECODE, *SMALL, "--quantization", "fp8"),
+    script("kv-dtype", "benchmarks/kv_dtype.py", *SMALL),
+    script("kv-dtype-8b", "benchmarks/kv_dtype.py", *EIGHT),
+    script("embed", "benchmarks/embed.py", *SMALL, "--batches", "1,8,64", quiet=True),
+    bench("start", "start,bare", quiet=True),
+    bench("serving", f"{DECODE},fewshot,burst,ttft", quiet=True),
+    bench("prefix", "prefix,host", quiet=True),
+    script("latency", "benchmarks/latency.py", *EIGHT, "--seconds", "8", "--knobs", "inf,50,35,20", quiet=True),
+    script("http", "benchmarks.http_bench", *SMALL, limit=400, quiet=True),
+    script("constrained", "benchmarks.constrained", *SMALL, quiet=True),
+    script("kv-tiers", "benchmarks/kv_tiers.py", *EIGHT, *TIERS, "first_tokens", quiet=True),
+    script("kv-tiers-device", "benchmarks/kv_tiers.py", *EIGHT, *TIERS, "users", "--ways", "device_only", quiet=True),
+    script("kv-tiers-host", "benchmarks/kv_tiers.py", *EIGHT, *TIERS, "users", "--ways", "host_memory", quiet=True),
+    script("restart", "benchmarks.restart", *EIGHT, "--device", "cuda", "--tokens", "2048", limit=480, quiet=True),
+    script("soak", "benchmarks.soak", *SMALL, "--minutes", "10", limit=780, quiet=True),
+)
+PARTS: Mapping[str, Part] = MappingProxyType({part.name: part for part in LIST})
+# The figures of so many cards, in one word.
+GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {f"x{cards}": tuple(part.name for part in LIST if part.cards == cards and part.figures) for cards in (2, 4, 8)}
+)
