@@ -10,7 +10,7 @@
 enum kv_types { KV_FLOAT32, KV_BFLOAT16, KV_FP8 };
 enum kv_kinds { KEYS, VALUES };
 
-typedef int8_t bytes __attribute__((vector_size(16)));
+typedef int8_t bytes __attribute__((vector_size(LANES)));
 
 struct pages {
     char *base;  // of one layer, [N, 2, K] blocks
@@ -35,10 +35,14 @@ INLINE vec as_floats(ints i) {
 
 // Bytes as integers of 32 bits, by one instruction where GCC's own conversion takes many.
 INLINE ints widened(bytes codes) {
-#if defined(__AVX512F__)
+#if LANES == 16
     __m128i narrow;
     memcpy(&narrow, &codes, sizeof narrow);
     return (ints)_mm512_cvtepi8_epi32(narrow);
+#elif defined(__AVX2__)
+    __m128i narrow = {0};
+    memcpy(&narrow, &codes, sizeof codes);
+    return (ints)_mm256_cvtepi8_epi32(narrow);
 #else
     return __builtin_convertvector(__builtin_convertvector(codes, small), ints);
 #endif
@@ -53,7 +57,7 @@ static __attribute__((noinline)) vec few_codes(const char *block, int64_t i, int
     return numbers_of(codes);
 }
 
-// `count` of 16 numbers of a block from number i on, then zeros; in FP8 without their scales.
+// `count` of a vector's numbers of a block from number i on, then zeros; in FP8 without their scales.
 INLINE vec load_numbers(const char *block, int64_t i, int64_t count, int type) {
     if (type != KV_FP8) return load_some(block, i, count, type == KV_BFLOAT16);
     if (count != LANES) return few_codes(block, i, count);
