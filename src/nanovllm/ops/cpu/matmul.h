@@ -170,6 +170,9 @@ TILE(tile_2x8, EIGHT(ZERO, 0) EIGHT(ZERO, 1),
      EIGHT(WEIGHT, 0) VALUE(0) EIGHT(MULTIPLY, 0) VALUE(1) EIGHT(MULTIPLY, 1),
      STORE(0, 0, 1, 2, 3) STORE(0, 4, 5, 6, 7) STORE(1, 0, 1, 2, 3) STORE(1, 4, 5, 6, 7))
 #else  // 16 registers in place of 32
+#define COLUMN(c) { WEIGHT(0, c) MULTIPLY(0, c) MULTIPLY(1, c) MULTIPLY(2, c) }
+TILE(tile_3x4, FOUR(ZERO, 0) FOUR(ZERO, 1) FOUR(ZERO, 2), VALUE(0) VALUE(1) VALUE(2) COLUMN(0) COLUMN(1) COLUMN(2) COLUMN(3),
+     STORE(0, 0, 1, 2, 3) STORE(1, 0, 1, 2, 3) STORE(2, 0, 1, 2, 3))
 TILE(tile_2x4, FOUR(ZERO, 0) FOUR(ZERO, 1), FOUR(WEIGHT, 0) VALUE(0) FOUR(MULTIPLY, 0) VALUE(1) FOUR(MULTIPLY, 1),
      STORE(0, 0, 1, 2, 3) STORE(1, 0, 1, 2, 3))
 #endif
@@ -200,6 +203,7 @@ INLINE void matmul_of(const float *x, int64_t T, int64_t K, const void *w, int64
         ROWS(4, 4)
         ROWS(2, 8)
 #else
+        ROWS(3, 4)
         ROWS(2, 4)
 #endif
         ROWS(1, 8)

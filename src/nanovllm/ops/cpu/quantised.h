@@ -1,11 +1,11 @@
-// Matrix products with weights of 8 and 4 bits, for any number of rows. Part of kernels.c.
+// Matrix products with integer weights of 8 and 4 bits, for any number of rows. Part of kernels.c.
 //
 // A vector has one lane per row of the matrix: LANES rows are transposed in registers, four codes of a row per lane, and meet inputs that all
 // lanes share. Integer codes meet inputs in fixed point, 16 bits for bfloat16 and 32 for float32, with one power of two for 128 columns: the
-// error of an input is at most 2^-15 (2^-29) of the largest of its 128, and the sums of products of a group are exact. fp8 codes become
-// float32. So a row's bits depend on no other row and on no number of threads.
+// error of an input is at most 2^-15 (2^-29) of the largest of its 128, and the sums of products of a group are exact. So a row's bits depend
+// on no other row and on no number of threads.
 #pragma once
-#include "matmul.h"
+#include "fp8.h"
 #define BLOCK 128  // columns whose inputs share a power of two, and whose 4-bit codes are packed together
 #define PAIRS (BLOCK / 2)
 #define SPANS 4  // most groups of a block
@@ -14,9 +14,7 @@
 #define AHEAD 8  // rows that a run is asked for in advance
 #define SIDE (LANES * 4)  // bytes of a vector
 
-typedef int32_t ints __attribute__((vector_size(SIDE)));
 typedef int16_t shorts __attribute__((vector_size(SIDE)));
-typedef int16_t small __attribute__((vector_size(SIDE / 2)));
 
 enum kinds { PLAIN, INT8, INT4, FP8 };
 enum types { FLOAT32, BFLOAT16, FLOAT16 };
@@ -48,12 +46,6 @@ INLINE int64_t span_of(const struct matrix *m, int64_t K) {
 }
 
 // ---- inputs -----------------------------------------------------------------------------------------------------------------------
-
-INLINE ints as_ints(vec v) {
-    ints i;
-    memcpy(&i, &v, sizeof i);
-    return i;
-}
 
 // The nearest integers of |v| < 2^22.
 INLINE ints nearest(vec v) { return as_ints(v + 12582912.0f) - 0x4b400000; }
@@ -174,7 +166,7 @@ INLINE void transpose(ints rows[LANES]) {
     }
 }
 
-// Four bytes of a lane: as integers, the pairs (0, 2) and (1, 3); as floats, one after another.
+// Four bytes of a lane as integers: the pairs (0, 2) and (1, 3).
 INLINE void unpack_int8(ints w, ints *to) {
     shorts s;
     memcpy(&s, &w, sizeof s);
@@ -190,17 +182,6 @@ INLINE void unpack_int4(ints w, ints *to) {
     to[16] = (ints)(u >> 8 & 0x000f000f);
     to[32] = (ints)(u >> 4 & 0x000f000f);
     to[48] = (ints)(u >> 12 & 0x000f000f);
-}
-
-// e4m3 to float32: the same bits seven places lower in the exponent, times 2^120. The code of "not a number" is read as 480.
-INLINE void unpack_fp8(ints w, vec *to) {
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        ints moved = (w << (24 - 8 * i)) >> 4 & (int32_t)0x87f00000;
-        vec value;
-        memcpy(&value, &moved, sizeof value);
-        to[i] = value * 0x1p120f;
-    }
 }
 
 // Asks for a part of the next LANES rows, in the order of their addresses.
@@ -231,8 +212,7 @@ INLINE void unpack(const char *codes, int64_t stride, int64_t n, int64_t b, int 
 #pragma GCC unroll 16
         for (int d = 0; d < LANES; d++) {
             if (kind == INT4) unpack_int4(rows[d], to + word + d);
-            else if (kind == INT8) unpack_int8(rows[d], to + word / 16 * 32 + word % 16 + d);
-            else unpack_fp8(rows[d], (vec *)to + 4 * (word + d));
+            else unpack_int8(rows[d], to + word / 16 * 32 + word % 16 + d);
         }
     }
 }
@@ -413,36 +393,10 @@ INLINE void add_block(const struct cell *cell, ints acc[2][LANES], float *sums, 
     add_products(cell, upper, PARTS == 2 ? lane_sums(acc[1]) - offset * cell->sums[1][0] : upper, sums, group, zeros, 0, PARTS);
 }
 
-// The same for fp8. Two chains, whatever the number of rows: float additions round.
-INLINE void add_floats(const struct cell *cells, const vec *weights, float (*sums)[STRIP], const struct group *group, int zeros, int64_t span,
-                       int64_t s, int COUNT) {
-    vec acc[8][2];
-#pragma GCC unroll 8
-    for (int r = 0; r < COUNT; r++) acc[r][0] = acc[r][1] = (vec){0};
-    vec scale, zero, sum;
-    memcpy(&scale, group->scales, sizeof scale);
-    memcpy(&zero, group->zeros, sizeof zero);
-    for (int64_t k = s * span; k < (s + 1) * span; k += 2) {
-        const vec w0 = zeros ? weights[k] - zero : weights[k], w1 = zeros ? weights[k + 1] - zero : weights[k + 1];
-#pragma GCC unroll 8
-        for (int r = 0; r < COUNT; r++) {
-            acc[r][0] += w0 * cells[r].values[k];
-            acc[r][1] += w1 * cells[r].values[k + 1];
-        }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < COUNT; r++) {
-        memcpy(&sum, sums[r], sizeof sum);
-        sum += (acc[r][0] + acc[r][1]) * scale;
-        memcpy(sums[r], &sum, sizeof sum);
-    }
-}
-
-#define TAKE(COUNT, CHAINS)                                                                                                          \
-    for (; rows - r >= COUNT; r += COUNT) {                                                                                          \
-        if (kind == FP8) add_floats(cells + r, (const vec *)codes, sums + r, group, zeros, span, s, COUNT);                        \
-        else add_span(cells + r, codes, sums + r, group, zeros, span, s, COUNT, parts == 2 && CHAINS == 4 ? 2 : CHAINS, parts, kind == INT4 ? 8 : 0); \
-    }
+// As many rows at a time as the registers hold.
+#define TAKE(COUNT, CHAINS)                                                                                                                \
+    for (; rows - r >= COUNT; r += COUNT)                                                                                                  \
+        add_span(at + r, codes, sums + r, group, zeros, span, s, COUNT, parts == 2 && CHAINS == 4 ? 2 : CHAINS, parts, kind == INT4 ? 8 : 0);
 
 // out[T, N] = x[T, K] @ matrix[N, K]^T for inputs that `make_cells` made. Called by all threads of a parallel region.
 INLINE void product(const struct cell *cells, int64_t T, int64_t K, const struct matrix *m, int64_t N, struct target t, int bf16, int kind, int parts) {
@@ -462,7 +416,7 @@ INLINE void product(const struct cell *cells, int64_t T, int64_t K, const struct
                 float(*const sums)[STRIP] = (float(*)[STRIP])&whole[0][part];
                 int64_t loaded = -1;
                 int64_t b = 0;
-                if (kind != FP8 && rows == 1 && span == BLOCK && n - part >= LANES)
+                if (rows == 1 && span == BLOCK && n - part >= LANES)
                     for (const int64_t whole = kind == INT4 ? blocks : K / BLOCK; b < whole;) {
                         ints acc[RUN][2][LANES];
                         const int64_t first = b, most = kind == INT4 ? 1 : RUN, last = whole - b < most ? whole : b + most;
@@ -481,14 +435,11 @@ INLINE void product(const struct cell *cells, int64_t T, int64_t K, const struct
                         const int64_t g = groups == 1 ? 0 : (b * BLOCK + s * span) / m->group;
                         if (g != loaded) load_group(m, lo + part, n - part, groups, loaded = g, group);
                         const struct cell *const at = cells + b * T + row;
-                        {
-                            const struct cell *cells = at;
-                            int64_t r = 0;
-                            TAKE(8, 1)
-                            TAKE(4, 2)
-                            TAKE(2, 2)
-                            TAKE(1, 4)
-                        }
+                        int64_t r = 0;
+                        if (LANES == 16 || parts == 1) TAKE(8, 1)
+                        TAKE(4, (LANES == 16 || parts == 1 ? 2 : 1))
+                        TAKE(2, 2)
+                        TAKE(1, 4)
                     }
                 }
             }
@@ -504,13 +455,3 @@ PRODUCT(product_int8, INT8, 1)
 PRODUCT(product_int8_exact, INT8, 2)
 PRODUCT(product_int4, INT4, 1)
 PRODUCT(product_int4_exact, INT4, 2)
-PRODUCT(product_fp8, FP8, 1)
-
-static void quantised_matmul(const void *x, int64_t T, int64_t K, const struct matrix *m, int64_t N, struct target t, struct cell *cells, int x16,
-                             int bf16) {
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < T; row++) make_cells(x, row, T, K, m, cells, x16, bf16 ? 1 : 2);
-    if (m->kind == FP8) product_fp8(cells, T, K, m, N, t, bf16);
-    else if (m->kind == INT8) (bf16 ? product_int8 : product_int8_exact)(cells, T, K, m, N, t, bf16);
-    else (bf16 ? product_int4 : product_int4_exact)(cells, T, K, m, N, t, bf16);
-}
