@@ -26,11 +26,11 @@ struct limits {
     int64_t window;
 };
 
-// Calls DO for as many of n query heads at once as the registers hold: four, two, one. `g` is the first of them.
+// Calls DO for as many of n query heads at once as the registers hold: four (of 32 registers), two, one. `g` is the first of them.
 #define QUERIES(n, DO)                  \
     {                                   \
         int64_t g = 0;                  \
-        for (; g + 4 <= n; g += 4) DO(4) \
+        for (; LANES == 16 && g + 4 <= n; g += 4) DO(4) \
         for (; g + 2 <= n; g += 2) DO(2) \
         for (; g < n; g++) DO(1)         \
     }

@@ -1,9 +1,9 @@
 // The decode step on a CPU: a whole decoder layer for a batch of single tokens, and the head. Plain C with GCC's vector extension.
 //
-// A row's bits depend on no other row, on no number of rows and of threads: every dot product runs down its K in 16 lanes with one
+// A row's bits depend on no other row, on no number of rows and of threads: every dot product runs down its K in LANES lanes with one
 // accumulator each and adds the lanes in a fixed tree; every row and every key/value head of a row is one thread's work.
 // Weights and pages are float32 or bfloat16 (`bf16` != 0), pages also FP8 (`fp8` != 0, kv.h); all arithmetic is float32, but for products with
-// quantised matrices (quantised.h).
+// quantised matrices (quantised.h, product_fp8.h).
 #ifdef _OPENMP
 #include <omp.h>
 #define THREAD omp_get_thread_num()
@@ -11,6 +11,7 @@
 #define THREAD 0
 #endif
 #include "attention.h"
+#include "product_fp8.h"
 
 // ---- rows -------------------------------------------------------------------------------------------------------------------------
 

@@ -3,14 +3,12 @@
 // A block is what one head of one page holds of keys or of values: [S, D] numbers. In FP8 these are codes of one byte, and S float32 scales
 // follow them (ops/kv_cache/fp8.py). A number is its code times the scale of its token.
 #pragma once
-#include "quantised.h"
+#include "fp8.h"
 #define LARGEST 448.0f         // the largest code
 #define LEAST_SCALE 0x1p-126f  // a normal number, so that no division of zeros gives NaN
 
 enum kv_types { KV_FLOAT32, KV_BFLOAT16, KV_FP8 };
 enum kv_kinds { KEYS, VALUES };
-
-typedef int8_t bytes __attribute__((vector_size(16)));
 
 struct pages {
     char *base;  // of one layer, [N, 2, K] blocks
@@ -25,41 +23,12 @@ INLINE char *block_of(struct pages p, int64_t page, int kind, int64_t head, int 
 
 INLINE const char *scales_of(struct pages p, const char *block) { return block + p.page_size * p.head_dim; }
 
-INLINE vec as_floats(ints i) {
-    vec v;
-    memcpy(&v, &i, sizeof v);
-    return v;
-}
-
 // ---- reading ----------------------------------------------------------------------------------------------------------------------
 
-// Bytes as integers of 32 bits, by one instruction where GCC's own conversion takes many.
-INLINE ints widened(bytes codes) {
-#if defined(__AVX512F__)
-    __m128i narrow;
-    memcpy(&narrow, &codes, sizeof narrow);
-    return (ints)_mm512_cvtepi8_epi32(narrow);
-#else
-    return __builtin_convertvector(__builtin_convertvector(codes, small), ints);
-#endif
-}
-
-// e4m3 to float32: the same bits seven places lower in the exponent, times 2^120. The code of "not a number" is never written.
-INLINE vec numbers_of(bytes codes) { return as_floats(widened(codes) << 20 & (int32_t)0x87f00000) * 0x1p120f; }
-
-static __attribute__((noinline)) vec few_codes(const char *block, int64_t i, int64_t count) {
-    bytes codes = {0};
-    memcpy(&codes, block + i, count);
-    return numbers_of(codes);
-}
-
-// `count` of 16 numbers of a block from number i on, then zeros; in FP8 without their scales.
+// `count` of a vector's numbers of a block from number i on, then zeros; in FP8 without their scales.
 INLINE vec load_numbers(const char *block, int64_t i, int64_t count, int type) {
     if (type != KV_FP8) return load_some(block, i, count, type == KV_BFLOAT16);
-    if (count != LANES) return few_codes(block, i, count);
-    bytes codes;
-    memcpy(&codes, block + i, sizeof codes);
-    return numbers_of(codes);
+    return load_codes(block, i, count);
 }
 
 // ---- writing ----------------------------------------------------------------------------------------------------------------------

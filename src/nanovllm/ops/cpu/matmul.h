@@ -5,26 +5,34 @@
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
+#if defined(__AVX512F__) && defined(__AVX512BW__)
 #define LANES 16
+#else
+#define LANES 8  // GCC keeps vectors that are wider than a register in memory
+#endif
 #define STRIP 32  // weight rows that stay in cache while all rows of x pass
 #define INLINE static inline __attribute__((always_inline))
 
-typedef float vec __attribute__((vector_size(64)));
+typedef float vec __attribute__((vector_size(4 * LANES)));
 #ifdef __clang__
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-typedef int32_t places __attribute__((vector_size(64)));
+typedef int32_t places __attribute__((vector_size(4 * LANES)));
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (places){__VA_ARGS__})
 #endif
-typedef uint32_t bits __attribute__((vector_size(64)));
-typedef uint16_t halves __attribute__((vector_size(32)));
+typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 
 // Unsigned integers of 16 bits as integers of 32 bits, by one instruction where GCC's own conversion takes many.
 INLINE bits wider(halves h) {
-#if defined(__AVX512F__)
+#if LANES == 16
     __m256i narrow;
     memcpy(&narrow, &h, sizeof narrow);
     return (bits)_mm512_cvtepu16_epi32(narrow);
+#elif defined(__AVX2__)
+    __m128i narrow;
+    memcpy(&narrow, &h, sizeof narrow);
+    return (bits)_mm256_cvtepu16_epi32(narrow);
 #else
     return __builtin_convertvector(h, bits);
 #endif
@@ -61,26 +69,35 @@ INLINE void store1(void *p, int64_t i, float value, int bf16) {
     ((uint16_t *)p)[i] = value != value ? 0x7fc0 : (uint16_t)((wide + 0x7fff + ((wide >> 16) & 1)) >> 16);  // to nearest, ties to even
 }
 
-// Shuffles and no copies through memory: a variable whose address is taken would be kept in memory all along.
-INLINE vec quarter(vec v) {
+// Shuffles and no copies through memory: a variable whose address is taken would be kept in memory all along. Folding adds the lanes to four
+// sums; EVEN ... HIGH transpose two times two words of each four.
+#if LANES == 16
+INLINE vec folded(vec v) {
     v += SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
     return v + SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
 }
+#define EVEN 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29
+#define ODD 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31
+#define LOW 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29
+#define HIGH 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31
+#else
+INLINE vec folded(vec v) { return v + SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3); }
+#define EVEN 0, 8, 1, 9, 4, 12, 5, 13
+#define ODD 2, 10, 3, 11, 6, 14, 7, 15
+#define LOW 0, 1, 8, 9, 4, 5, 12, 13
+#define HIGH 2, 3, 10, 11, 6, 7, 14, 15
+#endif
 
-INLINE vec interleave(vec a, vec b) {
-    return SHUFFLE(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
-           SHUFFLE(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-}
+INLINE vec interleave(vec a, vec b) { return SHUFFLE(a, b, EVEN) + SHUFFLE(a, b, ODD); }
 
 // The sums of the lanes of four vectors, in the first four lanes.
 INLINE vec four_sums(vec a, vec b, vec c, vec d) {
-    vec ab = interleave(quarter(a), quarter(b)), cd = interleave(quarter(c), quarter(d));
-    return SHUFFLE(ab, cd, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-           SHUFFLE(ab, cd, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    vec ab = interleave(folded(a), folded(b)), cd = interleave(folded(c), folded(d));
+    return SHUFFLE(ab, cd, LOW) + SHUFFLE(ab, cd, HIGH);
 }
 
 INLINE float lanes_sum(vec v) {
-    v = quarter(v);
+    v = folded(v);
     return (v[0] + v[2]) + (v[1] + v[3]);
 }
 
@@ -90,7 +107,7 @@ static __attribute__((noinline)) vec load_few(const void *p, int64_t i, int64_t 
     return load(values, 0, 0);
 }
 
-// The first `count` of 16 values, zeros behind them.
+// The first `count` values of a vector, zeros behind them.
 INLINE vec load_some(const void *p, int64_t i, int64_t count, int bf16) {
     return count == LANES ? load(p, i, bf16) : load_few(p, i, count, bf16);
 }
@@ -145,12 +162,20 @@ INLINE void finish(float block[4][STRIP], struct target t, int64_t row, int rows
 
 INLINE void put(float *to, vec sums) { memcpy(to, &sums, 4 * sizeof *to); }
 
+#if LANES == 16
 TILE(tile_4x4, FOUR(ZERO, 0) FOUR(ZERO, 1) FOUR(ZERO, 2) FOUR(ZERO, 3),
      FOUR(WEIGHT, 0) VALUE(0) FOUR(MULTIPLY, 0) VALUE(1) FOUR(MULTIPLY, 1) VALUE(2) FOUR(MULTIPLY, 2) VALUE(3) FOUR(MULTIPLY, 3),
      STORE(0, 0, 1, 2, 3) STORE(1, 0, 1, 2, 3) STORE(2, 0, 1, 2, 3) STORE(3, 0, 1, 2, 3))
 TILE(tile_2x8, EIGHT(ZERO, 0) EIGHT(ZERO, 1),
      EIGHT(WEIGHT, 0) VALUE(0) EIGHT(MULTIPLY, 0) VALUE(1) EIGHT(MULTIPLY, 1),
      STORE(0, 0, 1, 2, 3) STORE(0, 4, 5, 6, 7) STORE(1, 0, 1, 2, 3) STORE(1, 4, 5, 6, 7))
+#else  // 16 registers in place of 32
+#define COLUMN(c) { WEIGHT(0, c) MULTIPLY(0, c) MULTIPLY(1, c) MULTIPLY(2, c) }
+TILE(tile_3x4, FOUR(ZERO, 0) FOUR(ZERO, 1) FOUR(ZERO, 2), VALUE(0) VALUE(1) VALUE(2) COLUMN(0) COLUMN(1) COLUMN(2) COLUMN(3),
+     STORE(0, 0, 1, 2, 3) STORE(1, 0, 1, 2, 3) STORE(2, 0, 1, 2, 3))
+TILE(tile_2x4, FOUR(ZERO, 0) FOUR(ZERO, 1), FOUR(WEIGHT, 0) VALUE(0) FOUR(MULTIPLY, 0) VALUE(1) FOUR(MULTIPLY, 1),
+     STORE(0, 0, 1, 2, 3) STORE(1, 0, 1, 2, 3))
+#endif
 TILE(tile_1x8, EIGHT(ZERO, 0), EIGHT(WEIGHT, 0) VALUE(0) EIGHT(MULTIPLY, 0), STORE(0, 0, 1, 2, 3) STORE(0, 4, 5, 6, 7))
 
 // The strip's columns for as many rows as are left and fit.
@@ -174,8 +199,13 @@ INLINE void matmul_of(const float *x, int64_t T, int64_t K, const void *w, int64
         const int64_t lo = strip * STRIP, n = N - lo < STRIP ? N - lo : STRIP;
         const char *at = (const char *)w + lo * stride;
         int64_t row = 0;
+#if LANES == 16
         ROWS(4, 4)
         ROWS(2, 8)
+#else
+        ROWS(3, 4)
+        ROWS(2, 4)
+#endif
         ROWS(1, 8)
     }
 }

@@ -1,36 +1,20 @@
-// Matrix products with weights of 8 and 4 bits, for any number of rows. Part of kernels.c.
+// Matrix products with integer weights of 8 and 4 bits, for any number of rows. Part of kernels.c.
 //
-// A vector has one lane per row of the matrix: WIDE rows are transposed in registers, four codes of a row per lane, and meet inputs that all
+// A vector has one lane per row of the matrix: LANES rows are transposed in registers, four codes of a row per lane, and meet inputs that all
 // lanes share. Integer codes meet inputs in fixed point, 16 bits for bfloat16 and 32 for float32, with one power of two for 128 columns: the
-// error of an input is at most 2^-15 (2^-29) of the largest of its 128, and the sums of products of a group are exact. fp8 codes become
-// float32. So a row's bits depend on no other row and on no number of threads.
+// error of an input is at most 2^-15 (2^-29) of the largest of its 128, and the sums of products of a group are exact. So a row's bits depend
+// on no other row and on no number of threads.
 #pragma once
-#include "matmul.h"
-#if defined(__AVX512BW__) && defined(__AVX512F__)
-#define WIDE 16
-#else
-#define WIDE 8
-#endif
+#include "fp8.h"
 #define BLOCK 128  // columns whose inputs share a power of two, and whose 4-bit codes are packed together
 #define PAIRS (BLOCK / 2)
 #define SPANS 4  // most groups of a block
 #define PANEL 64  // rows of x that share a pass over the codes
 #define RUN 8  // blocks of a row of int8 codes that are read at once
 #define AHEAD 8  // rows that a run is asked for in advance
-#define SIDE (WIDE * 4)  // bytes of a vector
+#define SIDE (LANES * 4)  // bytes of a vector
 
-typedef int32_t words __attribute__((vector_size(SIDE)));
-typedef uint32_t uwords __attribute__((vector_size(SIDE)));
 typedef int16_t shorts __attribute__((vector_size(SIDE)));
-typedef float reals __attribute__((vector_size(SIDE)));
-typedef int32_t ints __attribute__((vector_size(64)));
-typedef int16_t small __attribute__((vector_size(32)));
-
-#ifdef __clang__
-#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define PICK(a, b, ...) __builtin_shuffle(a, b, (words){__VA_ARGS__})
-#endif
 
 enum kinds { PLAIN, INT8, INT4, FP8 };
 enum types { FLOAT32, BFLOAT16, FLOAT16 };
@@ -63,12 +47,6 @@ INLINE int64_t span_of(const struct matrix *m, int64_t K) {
 
 // ---- inputs -----------------------------------------------------------------------------------------------------------------------
 
-INLINE ints as_ints(vec v) {
-    ints i;
-    memcpy(&i, &v, sizeof i);
-    return i;
-}
-
 // The nearest integers of |v| < 2^22.
 INLINE ints nearest(vec v) { return as_ints(v + 12582912.0f) - 0x4b400000; }
 
@@ -76,18 +54,22 @@ INLINE ints at_most(ints v, int32_t most) { return v + ((v > most) & (most - v))
 
 INLINE int32_t lanes_add(ints v) {
     int32_t sum = 0;
-    for (int i = 0; i < 16; i++) sum += v[i];
+    for (int i = 0; i < LANES; i++) sum += v[i];
     return sum;
 }
 
-// Where the pairs of columns k, k + 1, ... k + 15 of a block begin. Four columns 4 d ... 4 d + 3 of half h of a block are the pairs (0, 2) and
+// Where the pairs of the LANES columns from k on of a block begin. Four columns 4 d ... 4 d + 3 of half h of a block are the pairs (0, 2) and
 // (1, 3), numbers 32 h + d and 32 h + 16 + d, as codes leave `unpack`.
 INLINE int64_t pair_of(int64_t k) { return k / 64 * 32 + k % 64 / 4; }
 
 INLINE void put_pairs(int32_t *to, int64_t k, ints v) {
+#if LANES == 16
     small s = __builtin_convertvector(SHUFFLE(v, v, 0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15), small);
-    memcpy(to + pair_of(k), &s, 16);
-    memcpy(to + pair_of(k) + 16, (const char *)&s + 16, 16);
+#else
+    small s = __builtin_convertvector(SHUFFLE(v, v, 0, 2, 4, 6, 1, 3, 5, 7), small);
+#endif
+    memcpy(to + pair_of(k), &s, LANES);
+    memcpy(to + pair_of(k) + 16, (const char *)&s + LANES, LANES);
 }
 
 INLINE void fixed_point(const float *x, struct cell *cell, int64_t span, int parts) {
@@ -97,7 +79,7 @@ INLINE void fixed_point(const float *x, struct cell *cell, int64_t span, int par
         top = (size & more) | (top & ~more);
     }
     int32_t largest = 0;
-    for (int i = 0; i < 16; i++) largest = top[i] > largest ? top[i] : largest;
+    for (int i = 0; i < LANES; i++) largest = top[i] > largest ? top[i] : largest;
     // The largest lies in 2^14 ... 2^15 units, with two parts in 2^13 ... 2^14, so that the upper part needs no bound. A unit is at least
     // 2^-126, so that its inverse is finite.
     int32_t exponent = (largest >> 23) - (parts < 2 ? 14 : 13);
@@ -147,54 +129,45 @@ INLINE void make_cells(const void *x, int64_t t, int64_t T, int64_t K, const str
 // ---- codes ------------------------------------------------------------------------------------------------------------------------
 
 // rows[i], lane d -> rows[d], lane i.
-INLINE void transpose(words rows[WIDE]) {
-    words a[WIDE], b[WIDE];
-#if WIDE == 16
-#define EVEN 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29
-#define ODD 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31
-#define LOW 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29
-#define HIGH 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31
-#else
-#define EVEN 0, 8, 1, 9, 4, 12, 5, 13
-#define ODD 2, 10, 3, 11, 6, 14, 7, 15
-#define LOW 0, 1, 8, 9, 4, 5, 12, 13
-#define HIGH 2, 3, 10, 11, 6, 7, 14, 15
+INLINE void transpose(ints rows[LANES]) {
+    ints a[LANES], b[LANES];
+#if LANES == 8
 #define HALVES_LOW 0, 1, 2, 3, 8, 9, 10, 11
 #define HALVES_HIGH 4, 5, 6, 7, 12, 13, 14, 15
 #endif
 #pragma GCC unroll 16
-    for (int i = 0; i < WIDE; i += 2) {
-        a[i] = PICK(rows[i], rows[i + 1], EVEN);
-        a[i + 1] = PICK(rows[i], rows[i + 1], ODD);
+    for (int i = 0; i < LANES; i += 2) {
+        a[i] = SHUFFLE(rows[i], rows[i + 1], EVEN);
+        a[i + 1] = SHUFFLE(rows[i], rows[i + 1], ODD);
     }
     // Lane 4 L + i of b[4 g + j] is word 4 L + j of row 4 g + i.
 #pragma GCC unroll 16
-    for (int i = 0; i < WIDE; i += 4) {
-        b[i] = PICK(a[i], a[i + 2], LOW);
-        b[i + 1] = PICK(a[i], a[i + 2], HIGH);
-        b[i + 2] = PICK(a[i + 1], a[i + 3], LOW);
-        b[i + 3] = PICK(a[i + 1], a[i + 3], HIGH);
+    for (int i = 0; i < LANES; i += 4) {
+        b[i] = SHUFFLE(a[i], a[i + 2], LOW);
+        b[i + 1] = SHUFFLE(a[i], a[i + 2], HIGH);
+        b[i + 2] = SHUFFLE(a[i + 1], a[i + 3], LOW);
+        b[i + 3] = SHUFFLE(a[i + 1], a[i + 3], HIGH);
     }
 #pragma GCC unroll 4
     for (int j = 0; j < 4; j++) {
-#if WIDE == 16
-#define QUARTERS(x, y, p, q) PICK(x, y, 4 * p, 4 * p + 1, 4 * p + 2, 4 * p + 3, 4 * q, 4 * q + 1, 4 * q + 2, 4 * q + 3, \
+#if LANES == 16
+#define QUARTERS(x, y, p, q) SHUFFLE(x, y, 4 * p, 4 * p + 1, 4 * p + 2, 4 * p + 3, 4 * q, 4 * q + 1, 4 * q + 2, 4 * q + 3, \
                                   4 * p + 16, 4 * p + 17, 4 * p + 18, 4 * p + 19, 4 * q + 16, 4 * q + 17, 4 * q + 18, 4 * q + 19)
-        words even = QUARTERS(b[j], b[j + 4], 0, 2), odd = QUARTERS(b[j], b[j + 4], 1, 3);
-        words even2 = QUARTERS(b[j + 8], b[j + 12], 0, 2), odd2 = QUARTERS(b[j + 8], b[j + 12], 1, 3);
+        ints even = QUARTERS(b[j], b[j + 4], 0, 2), odd = QUARTERS(b[j], b[j + 4], 1, 3);
+        ints even2 = QUARTERS(b[j + 8], b[j + 12], 0, 2), odd2 = QUARTERS(b[j + 8], b[j + 12], 1, 3);
         rows[j] = QUARTERS(even, even2, 0, 2);
         rows[j + 8] = QUARTERS(even, even2, 1, 3);
         rows[j + 4] = QUARTERS(odd, odd2, 0, 2);
         rows[j + 12] = QUARTERS(odd, odd2, 1, 3);
 #else
-        rows[j] = PICK(b[j], b[j + 4], HALVES_LOW);
-        rows[j + 4] = PICK(b[j], b[j + 4], HALVES_HIGH);
+        rows[j] = SHUFFLE(b[j], b[j + 4], HALVES_LOW);
+        rows[j + 4] = SHUFFLE(b[j], b[j + 4], HALVES_HIGH);
 #endif
     }
 }
 
-// Four bytes of a lane: as integers, the pairs (0, 2) and (1, 3); as floats, one after another.
-INLINE void unpack_int8(words w, words *to) {
+// Four bytes of a lane as integers: the pairs (0, 2) and (1, 3).
+INLINE void unpack_int8(ints w, ints *to) {
     shorts s;
     memcpy(&s, &w, sizeof s);
     shorts even = (s << 8) >> 8, odd = s >> 8;
@@ -202,56 +175,44 @@ INLINE void unpack_int8(words w, words *to) {
     memcpy(to + 16, &odd, sizeof odd);
 }
 
-INLINE void unpack_int4(words w, words *to) {
-    uwords u;
+INLINE void unpack_int4(ints w, ints *to) {
+    bits u;
     memcpy(&u, &w, sizeof u);
-    to[0] = (words)(u & 0x000f000f);
-    to[16] = (words)(u >> 8 & 0x000f000f);
-    to[32] = (words)(u >> 4 & 0x000f000f);
-    to[48] = (words)(u >> 12 & 0x000f000f);
+    to[0] = (ints)(u & 0x000f000f);
+    to[16] = (ints)(u >> 8 & 0x000f000f);
+    to[32] = (ints)(u >> 4 & 0x000f000f);
+    to[48] = (ints)(u >> 12 & 0x000f000f);
 }
 
-// e4m3 to float32: the same bits seven places lower in the exponent, times 2^120. The code of "not a number" is read as 480.
-INLINE void unpack_fp8(words w, reals *to) {
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        words bits = (w << (24 - 8 * i)) >> 4 & (int32_t)0x87f00000;
-        reals value;
-        memcpy(&value, &bits, sizeof value);
-        to[i] = value * 0x1p120f;
-    }
-}
-
-// Asks for a part of the next WIDE rows, in the order of their addresses.
+// Asks for a part of the next LANES rows, in the order of their addresses.
 INLINE void fetch(const char *codes) {
 #pragma GCC unroll 16
-    for (int i = 0; i < WIDE * SIDE; i += 64) __builtin_prefetch(codes + i, 0, 2);
+    for (int i = 0; i < LANES * SIDE; i += 64) __builtin_prefetch(codes + i, 0, 2);
 }
 
-// Block `b` of WIDE rows of codes, each `stride` bytes after the last; rows from `n` on repeat the last one.
-INLINE void unpack(const char *codes, int64_t stride, int64_t n, int64_t b, int kind, words *to) {
-    const int64_t bytes = kind == INT4 ? BLOCK / 2 : BLOCK, ahead = b * bytes * WIDE + stride * WIDE;
+// Block `b` of LANES rows of codes, each `stride` bytes after the last; rows from `n` on repeat the last one.
+INLINE void unpack(const char *codes, int64_t stride, int64_t n, int64_t b, int kind, ints *to) {
+    const int64_t bytes = kind == INT4 ? BLOCK / 2 : BLOCK, ahead = b * bytes * LANES + stride * LANES;
     for (int64_t at = 0; at < bytes; at += SIDE) {
-        words rows[WIDE];
+        ints rows[LANES];
         const int64_t from = b * bytes + at, left = stride - from;
-        if (left >= SIDE && n >= WIDE) {
+        if (left >= SIDE && n >= LANES) {
 #pragma GCC unroll 16
-            for (int i = 0; i < WIDE; i++) memcpy(&rows[i], codes + i * stride + from, SIDE);
+            for (int i = 0; i < LANES; i++) memcpy(&rows[i], codes + i * stride + from, SIDE);
         } else {
-            for (int i = 0; i < WIDE; i++) {
+            for (int i = 0; i < LANES; i++) {
                 char some[SIDE] = {0};
                 if (left > 0) memcpy(some, codes + (i < n ? i : n - 1) * stride + from, left < SIDE ? left : SIDE);
                 memcpy(&rows[i], some, SIDE);
             }
         }
-        fetch(codes + ahead + at * WIDE);
+        fetch(codes + ahead + at * LANES);
         transpose(rows);
         const int64_t word = at / 4;
 #pragma GCC unroll 16
-        for (int d = 0; d < WIDE; d++) {
+        for (int d = 0; d < LANES; d++) {
             if (kind == INT4) unpack_int4(rows[d], to + word + d);
-            else if (kind == INT8) unpack_int8(rows[d], to + word / 16 * 32 + word % 16 + d);
-            else unpack_fp8(rows[d], (reals *)to + 4 * (word + d));
+            else unpack_int8(rows[d], to + word / 16 * 32 + word % 16 + d);
         }
     }
 }
@@ -269,32 +230,32 @@ INLINE float number(const void *values, int64_t at, int64_t type) {
 // ---- products ---------------------------------------------------------------------------------------------------------------------
 
 // acc + the two products of 16-bit integers in each lane.
-INLINE words multiply_add(words acc, words w, words x) {
-#if WIDE == 16 && defined(__AVX512VNNI__)
-    return (words)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
-#elif WIDE == 16
-    return acc + (words)_mm512_madd_epi16((__m512i)w, (__m512i)x);
+INLINE ints multiply_add(ints acc, ints w, ints x) {
+#if LANES == 16 && defined(__AVX512VNNI__)
+    return (ints)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
+#elif LANES == 16
+    return acc + (ints)_mm512_madd_epi16((__m512i)w, (__m512i)x);
 #elif defined(__AVX2__)
-    return acc + (words)_mm256_madd_epi16((__m256i)w, (__m256i)x);
+    return acc + (ints)_mm256_madd_epi16((__m256i)w, (__m256i)x);
 #else
     return acc + ((w << 16) >> 16) * ((x << 16) >> 16) + (w >> 16) * (x >> 16);
 #endif
 }
 
-// Scales and zeros of WIDE rows, of which `n` exist, for one group.
+// Scales and zeros of LANES rows, of which `n` exist, for one group.
 struct group {
-    float scales[WIDE], zeros[WIDE];
+    float scales[LANES], zeros[LANES];
 };
 
 INLINE void load_group(const struct matrix *m, int64_t lo, int64_t n, int64_t groups, int64_t g, struct group *to) {
-    if (n >= WIDE && m->rows == 1 && !m->zeros && m->scale_type != FLOAT16) {  // the usual forms
+    if (n >= LANES && m->rows == 1 && !m->zeros && m->scale_type != FLOAT16) {  // the usual forms
         if (m->scale_type == FLOAT32)
-            for (int64_t i = 0; i < WIDE; i++) to->scales[i] = load1(m->scales, (lo + i) * groups + g, 0);
+            for (int64_t i = 0; i < LANES; i++) to->scales[i] = load1(m->scales, (lo + i) * groups + g, 0);
         else
-            for (int64_t i = 0; i < WIDE; i++) to->scales[i] = load1(m->scales, (lo + i) * groups + g, 1);
+            for (int64_t i = 0; i < LANES; i++) to->scales[i] = load1(m->scales, (lo + i) * groups + g, 1);
         return;
     }
-    for (int64_t i = 0; i < WIDE; i++) {
+    for (int64_t i = 0; i < LANES; i++) {
         const int64_t row = lo + (i < n ? i : n - 1), at = (m->rows == 1 ? row : row / m->rows) * groups + g;
         to->scales[i] = number(m->scales, at, m->scale_type);
         to->zeros[i] = m->zeros ? m->zeros[at] : 0;
@@ -302,14 +263,14 @@ INLINE void load_group(const struct matrix *m, int64_t lo, int64_t n, int64_t gr
 }
 
 // Adds the products of a span, exact integers in units of the cell and of the group, to a row's sums.
-INLINE void add_products(const struct cell *cell, words upper, words lower, float *sums, const struct group *group, int zeros, int64_t s, int PARTS) {
-    reals scale, zero, sum, product = __builtin_convertvector(upper, reals);
+INLINE void add_products(const struct cell *cell, ints upper, ints lower, float *sums, const struct group *group, int zeros, int64_t s, int PARTS) {
+    vec scale, zero, sum, product = __builtin_convertvector(upper, vec);
     memcpy(&scale, group->scales, sizeof scale);
     memcpy(&zero, group->zeros, sizeof zero);
     memcpy(&sum, sums, sizeof sum);
     if (zeros) product -= zero * (float)cell->sums[0][s];
     if (PARTS == 2) {
-        reals rest = __builtin_convertvector(lower, reals);
+        vec rest = __builtin_convertvector(lower, vec);
         if (zeros) rest -= zero * (float)cell->sums[1][s];
         product += rest * 0x1p-16f;
     }
@@ -319,60 +280,60 @@ INLINE void add_products(const struct cell *cell, words upper, words lower, floa
 
 // Adds a span of COUNT rows (cells) to their sums. CHAINS accumulators per row hide the latency of an addition; integer sums are exact, so their
 // number changes no bit.
-INLINE void add_span(const struct cell *cells, const words *codes, float (*sums)[STRIP], const struct group *group, int zeros, int64_t span,
+INLINE void add_span(const struct cell *cells, const ints *codes, float (*sums)[STRIP], const struct group *group, int zeros, int64_t span,
                      int64_t s, int COUNT, int CHAINS, int PARTS, int offset) {
-    words acc[8][4];
+    ints acc[8][4];
     const int64_t first = pair_of(s * span), runs = span < 64 ? 2 : 1, length = span < 64 ? span / 4 : span / 2;
 #pragma GCC unroll 8
     for (int r = 0; r < COUNT; r++)
 #pragma GCC unroll 4
-        for (int c = 0; c < CHAINS * PARTS; c++) acc[r][c] = (words){0} - (c < PARTS ? offset * cells[r].sums[c][s] : 0);
+        for (int c = 0; c < CHAINS * PARTS; c++) acc[r][c] = (ints){0} - (c < PARTS ? offset * cells[r].sums[c][s] : 0);
     for (int64_t run = first; run < first + 16 * runs; run += 16)
         for (int64_t k = run; k < run + length; k += CHAINS) {
 #pragma GCC unroll 4
             for (int c = 0; c < CHAINS; c++) {
-                const words w = codes[k + c];
+                const ints w = codes[k + c];
 #pragma GCC unroll 8
                 for (int r = 0; r < COUNT; r++)
 #pragma GCC unroll 2
                     for (int p = 0; p < PARTS; p++)
-                        acc[r][c * PARTS + p] = multiply_add(acc[r][c * PARTS + p], w, (words){0} + cells[r].pairs[p * PAIRS + k + c]);
+                        acc[r][c * PARTS + p] = multiply_add(acc[r][c * PARTS + p], w, (ints){0} + cells[r].pairs[p * PAIRS + k + c]);
             }
         }
 #pragma GCC unroll 8
     for (int r = 0; r < COUNT; r++) {
-        words upper = acc[r][0], lower = acc[r][PARTS - 1];
+        ints upper = acc[r][0], lower = acc[r][PARTS - 1];
 #pragma GCC unroll 4
         for (int c = 1; c < CHAINS; c++) upper += acc[r][c * PARTS], lower += acc[r][c * PARTS + PARTS - 1];
         add_products(cells + r, upper, lower, sums[r], group, zeros, s, PARTS);
     }
 }
 
-// The sums of the lanes of WIDE vectors.
-INLINE words lane_sums(words v[WIDE]) {
+// The sums of the lanes of LANES vectors.
+INLINE ints lane_sums(ints v[LANES]) {
 #pragma GCC unroll 8
-    for (int i = 0; i < WIDE / 2; i++) v[i] = PICK(v[2 * i], v[2 * i + 1], EVEN) + PICK(v[2 * i], v[2 * i + 1], ODD);
+    for (int i = 0; i < LANES / 2; i++) v[i] = SHUFFLE(v[2 * i], v[2 * i + 1], EVEN) + SHUFFLE(v[2 * i], v[2 * i + 1], ODD);
 #pragma GCC unroll 4
-    for (int i = 0; i < WIDE / 4; i++) v[i] = PICK(v[2 * i], v[2 * i + 1], LOW) + PICK(v[2 * i], v[2 * i + 1], HIGH);
-#if WIDE == 16
+    for (int i = 0; i < LANES / 4; i++) v[i] = SHUFFLE(v[2 * i], v[2 * i + 1], LOW) + SHUFFLE(v[2 * i], v[2 * i + 1], HIGH);
+#if LANES == 16
     v[0] = QUARTERS(v[0], v[1], 0, 2) + QUARTERS(v[0], v[1], 1, 3);
     v[1] = QUARTERS(v[2], v[3], 0, 2) + QUARTERS(v[2], v[3], 1, 3);
     return QUARTERS(v[0], v[1], 0, 2) + QUARTERS(v[0], v[1], 1, 3);
 #else
-    return PICK(v[0], v[1], HALVES_LOW) + PICK(v[0], v[1], HALVES_HIGH);
+    return SHUFFLE(v[0], v[1], HALVES_LOW) + SHUFFLE(v[0], v[1], HALVES_HIGH);
 #endif
 }
 
-// One row of x and WIDE rows of codes, without a transposition: lanes run along the columns until the products of a block are summed. For int4,
+// One row of x and LANES rows of codes, without a transposition: lanes run along the columns until the products of a block are summed. For int4,
 // a block of all rows at once, because its inputs then stay in registers.
-INLINE void multiply_int4(const struct cell *cell, const char *codes, int64_t stride, int64_t b, words acc[2][WIDE], int PARTS) {
-    const char *const from = codes + b * (BLOCK / 2), *const ahead = codes + stride * WIDE + b * (BLOCK / 2) * WIDE;
+INLINE void multiply_int4(const struct cell *cell, const char *codes, int64_t stride, int64_t b, ints acc[2][LANES], int PARTS) {
+    const char *const from = codes + b * (BLOCK / 2), *const ahead = codes + stride * LANES + b * (BLOCK / 2) * LANES;
 #pragma GCC unroll 16
-    for (int i = 0; i < WIDE; i++) {
-        words sum[2] = {{0}, {0}};
+    for (int i = 0; i < LANES; i++) {
+        ints sum[2] = {{0}, {0}};
 #pragma GCC unroll 2
         for (int at = 0; at < BLOCK / 2; at += SIDE) {
-            words w, part[64], x;
+            ints w, part[64], x;
             memcpy(&w, from + i * stride + at, sizeof w);
             unpack_int4(w, part);
 #pragma GCC unroll 4
@@ -392,19 +353,19 @@ INLINE void multiply_int4(const struct cell *cell, const char *codes, int64_t st
 // For int8, blocks `first` ... `last` - 1 of TOGETHER rows after another: memory is the limit, and is fastest in the order of addresses. So where
 // a run is a whole row, it is one row after another. Where it is not, four rows keep as many bytes on the way.
 INLINE void multiply_int8(const struct cell *cells, int64_t T, const char *codes, int64_t stride, int64_t first, int64_t last, int64_t blocks,
-                          words acc[RUN][2][WIDE], int PARTS, int TOGETHER) {
-    // The run after this one: of the same rows, or the first of the next WIDE rows.
-    const char *const next = last < blocks ? codes + last * BLOCK : codes + WIDE * stride;
-    for (int64_t i = 0; i < WIDE; i += TOGETHER) {
+                          ints acc[RUN][2][LANES], int PARTS, int TOGETHER) {
+    // The run after this one: of the same rows, or the first of the next LANES rows.
+    const char *const next = last < blocks ? codes + last * BLOCK : codes + LANES * stride;
+    for (int64_t i = 0; i < LANES; i += TOGETHER) {
         const char *const row = codes + i * stride;
-        const char *const ahead = i + AHEAD < WIDE ? row + AHEAD * stride + first * BLOCK : next + (i + AHEAD - WIDE) * stride;
+        const char *const ahead = i + AHEAD < LANES ? row + AHEAD * stride + first * BLOCK : next + (i + AHEAD - LANES) * stride;
         for (int64_t b = first; b < last; b++) {
-            words sum[4][2] = {{{0}, {0}}, {{0}, {0}}, {{0}, {0}}, {{0}, {0}}};  // of which TOGETHER are used
+            ints sum[4][2] = {{{0}, {0}}, {{0}, {0}}, {{0}, {0}}, {{0}, {0}}};  // of which TOGETHER are used
 #pragma GCC unroll 4
             for (int at = 0; at < BLOCK; at += SIDE)
 #pragma GCC unroll 4
                 for (int r = 0; r < TOGETHER; r++) {
-                    words w, part[32], x;
+                    ints w, part[32], x;
                     memcpy(&w, row + r * stride + b * BLOCK + at, sizeof w);
                     unpack_int8(w, part);
 #pragma GCC unroll 2
@@ -426,42 +387,16 @@ INLINE void multiply_int8(const struct cell *cells, int64_t T, const char *codes
 }
 
 // Adds a block that was multiplied so to the sums of a row.
-INLINE void add_block(const struct cell *cell, words acc[2][WIDE], float *sums, const struct group *group, int zeros, int kind, int PARTS) {
+INLINE void add_block(const struct cell *cell, ints acc[2][LANES], float *sums, const struct group *group, int zeros, int kind, int PARTS) {
     const int32_t offset = kind == INT4 ? 8 : 0;
-    const words upper = lane_sums(acc[0]) - offset * cell->sums[0][0];
+    const ints upper = lane_sums(acc[0]) - offset * cell->sums[0][0];
     add_products(cell, upper, PARTS == 2 ? lane_sums(acc[1]) - offset * cell->sums[1][0] : upper, sums, group, zeros, 0, PARTS);
 }
 
-// The same for fp8. Two chains, whatever the number of rows: float additions round.
-INLINE void add_floats(const struct cell *cells, const reals *weights, float (*sums)[STRIP], const struct group *group, int zeros, int64_t span,
-                       int64_t s, int COUNT) {
-    reals acc[8][2];
-#pragma GCC unroll 8
-    for (int r = 0; r < COUNT; r++) acc[r][0] = acc[r][1] = (reals){0};
-    reals scale, zero, sum;
-    memcpy(&scale, group->scales, sizeof scale);
-    memcpy(&zero, group->zeros, sizeof zero);
-    for (int64_t k = s * span; k < (s + 1) * span; k += 2) {
-        const reals w0 = zeros ? weights[k] - zero : weights[k], w1 = zeros ? weights[k + 1] - zero : weights[k + 1];
-#pragma GCC unroll 8
-        for (int r = 0; r < COUNT; r++) {
-            acc[r][0] += w0 * cells[r].values[k];
-            acc[r][1] += w1 * cells[r].values[k + 1];
-        }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < COUNT; r++) {
-        memcpy(&sum, sums[r], sizeof sum);
-        sum += (acc[r][0] + acc[r][1]) * scale;
-        memcpy(sums[r], &sum, sizeof sum);
-    }
-}
-
-#define TAKE(COUNT, CHAINS)                                                                                                          \
-    for (; rows - r >= COUNT; r += COUNT) {                                                                                          \
-        if (kind == FP8) add_floats(cells + r, (const reals *)codes, sums + r, group, zeros, span, s, COUNT);                        \
-        else add_span(cells + r, codes, sums + r, group, zeros, span, s, COUNT, parts == 2 && CHAINS == 4 ? 2 : CHAINS, parts, kind == INT4 ? 8 : 0); \
-    }
+// As many rows at a time as the registers hold.
+#define TAKE(COUNT, CHAINS)                                                                                                                \
+    for (; rows - r >= COUNT; r += COUNT)                                                                                                  \
+        add_span(at + r, codes, sums + r, group, zeros, span, s, COUNT, parts == 2 && CHAINS == 4 ? 2 : CHAINS, parts, kind == INT4 ? 8 : 0);
 
 // out[T, N] = x[T, K] @ matrix[N, K]^T for inputs that `make_cells` made. Called by all threads of a parallel region.
 INLINE void product(const struct cell *cells, int64_t T, int64_t K, const struct matrix *m, int64_t N, struct target t, int bf16, int kind, int parts) {
@@ -472,18 +407,18 @@ INLINE void product(const struct cell *cells, int64_t T, int64_t K, const struct
     for (int64_t strip = 0; strip < (N + STRIP - 1) / STRIP; strip++)
         for (int64_t row = 0; row < T; row += PANEL) {
             float whole[PANEL][STRIP];
-            words codes[BLOCK] __attribute__((aligned(64)));
+            ints codes[BLOCK] __attribute__((aligned(64)));
             struct group now, *group = &now;
             const int64_t lo = strip * STRIP, n = N - lo < STRIP ? N - lo : STRIP, rows = T - row < PANEL ? T - row : PANEL;
             memset(whole, 0, rows * sizeof *whole);
-            for (int64_t part = 0; part < n; part += WIDE) {
+            for (int64_t part = 0; part < n; part += LANES) {
                 const char *from = (const char *)m->codes + (lo + part) * stride;
                 float(*const sums)[STRIP] = (float(*)[STRIP])&whole[0][part];
                 int64_t loaded = -1;
                 int64_t b = 0;
-                if (kind != FP8 && rows == 1 && span == BLOCK && n - part >= WIDE)
+                if (rows == 1 && span == BLOCK && n - part >= LANES)
                     for (const int64_t whole = kind == INT4 ? blocks : K / BLOCK; b < whole;) {
-                        words acc[RUN][2][WIDE];
+                        ints acc[RUN][2][LANES];
                         const int64_t first = b, most = kind == INT4 ? 1 : RUN, last = whole - b < most ? whole : b + most;
                         if (kind == INT4) multiply_int4(cells + b * T + row, from, stride, b, acc[0], parts);
                         else if (blocks <= RUN) multiply_int8(cells + row, T, from, stride, first, last, blocks, acc, parts, 1);
@@ -500,14 +435,11 @@ INLINE void product(const struct cell *cells, int64_t T, int64_t K, const struct
                         const int64_t g = groups == 1 ? 0 : (b * BLOCK + s * span) / m->group;
                         if (g != loaded) load_group(m, lo + part, n - part, groups, loaded = g, group);
                         const struct cell *const at = cells + b * T + row;
-                        {
-                            const struct cell *cells = at;
-                            int64_t r = 0;
-                            TAKE(8, 1)
-                            TAKE(4, 2)
-                            TAKE(2, 2)
-                            TAKE(1, 4)
-                        }
+                        int64_t r = 0;
+                        if (LANES == 16 || parts == 1) TAKE(8, 1)
+                        TAKE(4, (LANES == 16 || parts == 1 ? 2 : 1))
+                        TAKE(2, 2)
+                        TAKE(1, 4)
                     }
                 }
             }
@@ -523,13 +455,3 @@ PRODUCT(product_int8, INT8, 1)
 PRODUCT(product_int8_exact, INT8, 2)
 PRODUCT(product_int4, INT4, 1)
 PRODUCT(product_int4_exact, INT4, 2)
-PRODUCT(product_fp8, FP8, 1)
-
-static void quantised_matmul(const void *x, int64_t T, int64_t K, const struct matrix *m, int64_t N, struct target t, struct cell *cells, int x16,
-                             int bf16) {
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < T; row++) make_cells(x, row, T, K, m, cells, x16, bf16 ? 1 : 2);
-    if (m->kind == FP8) product_fp8(cells, T, K, m, N, t, bf16);
-    else if (m->kind == INT8) (bf16 ? product_int8 : product_int8_exact)(cells, T, K, m, N, t, bf16);
-    else (bf16 ? product_int4 : product_int4_exact)(cells, T, K, m, N, t, bf16);
-}
