@@ -22,11 +22,13 @@ from nanovllm.models.check.examine import by_cuts, choose
 from nanovllm.models.check.passed import note_passed, passed
 from nanovllm.models.fast.choice import FastChoice
 from nanovllm.models.fast.cuts import Cuts
+from nanovllm.models.fast.path import against
 from nanovllm.models.model import Model
 from nanovllm.models.tuning.choose import cuts_for, plain
 from nanovllm.ops.backends import attention_backend, own_kernels
 from nanovllm.ops.compile_ahead import FirstStart
 from nanovllm.ops.import_ahead import wait_for_triton
+from nanovllm.ops.sampling import cpu_sampling
 from nanovllm.sampling.row_options import KINDS
 from nanovllm.state.kv_cache import KVState
 
@@ -152,6 +154,12 @@ def _choose(model: Model, limits: EngineConfig, cuts: Cuts | None) -> tuple[Fast
         return None, f"{model.name}: not enough memory to check the fast decode path: it is used unchecked"
 
 
+def _build_c(model: Model) -> None:
+    """Build the C code of a CPU's decode steps and of sampling, if the model uses it. Else the first request would wait for a compiler."""
+    if not against(model.params, model.config, model.device, model.dtype):
+        cpu_sampling.available()
+
+
 def build_executor(
     model: Model,
     limits: EngineConfig,
@@ -171,6 +179,7 @@ def build_executor(
     if compile is False or model.foreign:
         return EagerExecutor(limits, model.spec.forward, cascades), None
     if not (cuda or compile):
+        _build_c(model)
         return EagerExecutor(limits, models.forward if choice is None else partial(models.forward, fast=choice), cascades), None
     if not cuda:
         return EagerExecutor(limits, compiled_forward(model), cascades), None

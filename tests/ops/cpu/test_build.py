@@ -12,8 +12,9 @@ import pytest
 
 from nanovllm.chunks.generate import generate
 from nanovllm.engine.init_state import init_state
-from nanovllm.models.fast import cpu
+from nanovllm.models.fast import cpu, path
 from nanovllm.ops.cpu import build
+from nanovllm.ops.sampling import cpu_sampling
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.testing.models import random_model, tiny_config
 
@@ -160,6 +161,22 @@ def test_a_compiler_that_hangs_is_given_up(source: Path, tmp_path: Path, monkeyp
         assert find(source) is None
 
 
+@needs_compiler
+def test_an_engine_builds_it_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first request does not wait for a compiler."""
+    asked = list[str]()
+
+    def found(source: Path, symbols: tuple[str, ...], flags: tuple[str, ...] = ()) -> ctypes.CDLL | None:
+        asked.append(source.name)
+        return build.library(source, symbols, flags)
+
+    for module in (path, cpu_sampling):
+        monkeypatch.setattr(module, "library", found)
+    cpu_sampling.available.cache_clear()
+    init_state(random_model(tiny_config()), num_pages=8)
+    assert set(asked) == {"kernels.c", "sampling.c"}
+
+
 def test_the_engine_runs_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model(tiny_config())
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -172,8 +189,9 @@ def test_the_engine_runs_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
 LOADED = """
 from pathlib import Path
 import torch
-from nanovllm.models.fast import cpu
+from nanovllm.models.fast import cpu, path
 from nanovllm.ops.cpu import build
+from nanovllm.ops.sampling import cpu_sampling
 assert build.library(cpu.SOURCE, cpu.SYMBOLS) is not None
 torch.ones(4).sum()
 print(*{line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line})
