@@ -294,3 +294,22 @@ def test_weights_without_their_mesh_are_refused() -> None:
             nv.AsyncLLM(model, num_pages=8)
 
     run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("call", ["generate", "score"])
+def test_results_of_launches_that_waited_in_vain_are_not_returned(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a launch notes that another rank did not come, and goes on with wrong numbers."""
+
+    def vain(_: ThreadGroup) -> None:
+        raise nv.EngineDeadError("a launch has waited in vain")
+
+    monkeypatch.setattr(ThreadGroup, "require_all", vain)
+
+    def run(mesh: Mesh | None) -> None:
+        model = random_model(tiny_config(), dtype="float64", mesh=mesh)
+        state = nv.init_state(model, num_pages=64, compile=False)
+        for _ in range(2):  # the engine stays dead
+            with pytest.raises(nv.EngineDeadError, match="in vain"):
+                nv.score(model, state, [[1, 2]], [[3, 4]]) if call == "score" else nv.generate(model, state, [1, 2], GREEDY)
+
+    run_ranks(run, 2)

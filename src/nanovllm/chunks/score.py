@@ -24,6 +24,7 @@ from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.executor.executor import executor_of
 from nanovllm.executor.scoring import Scored, most_logits
 from nanovllm.models.model import Model
+from nanovllm.ops.distributed.collectives import require_ranks
 from nanovllm.sampling.keywords import explain_unknown_keywords
 from nanovllm.sampling.params import num_top_of
 from nanovllm.state import pool as pools
@@ -106,6 +107,7 @@ def score(
         DonatedStateError: `state` was donated to a later call.
         ReleasedChunkError: A chunk in a context was released.
         ForeignChunkError: A chunk in a context belongs to another engine.
+        EngineDeadError: The device is broken, or another rank has gone.
 
     Examples:
         >>> state, facts = nv.prefill(model, state, "The king of Aistonia is Oswin. The capital of Aistonia is Velmora.")
@@ -135,7 +137,8 @@ def score(
             admitted, sequences = _admitted(inner, tasks[done : done + state.config.max_num_seqs])
             inner = _scored(model, admitted, tasks[done : done + len(sequences)], sequences, taken, found, num_top)
             done += len(sequences)
-        scores = _scores(token_ids, found)
+        scores = _scores(token_ids, found)  # waits for the device, which may have waited in vain for a rank
+        require_ranks(model.config.mesh)
         return commit_state(inner), scores
 
 
