@@ -3,7 +3,8 @@
 // A vector has one lane per row of the matrix: LANES rows are transposed in registers, four codes of a row per lane, and meet inputs that all
 // lanes share. Integer codes meet inputs in fixed point, 16 bits for bfloat16 and 32 for float32, with one power of two for 128 columns: the
 // error of an input is at most 2^-15 (2^-29) of the largest of its 128, and the sums of products of a group are exact. So a row's bits depend
-// on no other row and on no number of threads.
+// on no other row and on no number of threads. With AVX2 alone, inputs that meet 4-bit codes have 15 bits, as two bytes whose products need
+// fewer instructions.
 #pragma once
 #include "fp8.h"
 #define BLOCK 128  // columns whose inputs share a power of two, and whose 4-bit codes are packed together
@@ -13,6 +14,11 @@
 #define RUN 8  // blocks of a row of int8 codes that are read at once
 #define AHEAD 8  // rows that a run is asked for in advance
 #define SIDE (LANES * 4)  // bytes of a vector
+#if defined(__AVX2__) && LANES == 8
+#define BYTES(kind, parts) ((kind) == INT4 && (parts) == 1)
+#else
+#define BYTES(kind, parts) 0
+#endif
 
 typedef int16_t shorts __attribute__((vector_size(SIDE)));
 
@@ -28,11 +34,15 @@ struct matrix {
 };
 
 // A row's 128 inputs: pairs of 16-bit integers (their upper halves, then their lower halves if there are any) or floats; the sums of their
-// integers for each span of the block; the value of the lowest bit.
+// integers for each span of the block; the value of the lowest bit. Where BYTES holds, the upper and the lower bytes of the integers follow them.
 struct cell {
     union {
         int32_t pairs[2 * PAIRS];
         float values[BLOCK];
+        struct {
+            int32_t all[PAIRS];
+            int8_t bytes[2][BLOCK];
+        };
     };
     int32_t sums[2][SPANS];
     float scale, unused[7];
@@ -72,7 +82,15 @@ INLINE void put_pairs(int32_t *to, int64_t k, ints v) {
     memcpy(to + pair_of(k) + 16, (const char *)&s + LANES, LANES);
 }
 
-INLINE void fixed_point(const float *x, struct cell *cell, int64_t span, int parts) {
+// An integer of less than 2^14 as two bytes with a sign.
+INLINE void split(const int16_t *x, int8_t bytes[2][BLOCK]) {
+    for (int k = 0; k < BLOCK; k++) {
+        bytes[1][k] = (int8_t)x[k];
+        bytes[0][k] = (int8_t)((x[k] + 128) >> 8);
+    }
+}
+
+INLINE void fixed_point(const float *x, struct cell *cell, int64_t span, int parts, int bytes) {
     ints top = {0};
     for (int k = 0; k < BLOCK; k += LANES) {
         ints size = as_ints(load(x, k, 0)) & 0x7fffffff, more = size > top;
@@ -80,9 +98,10 @@ INLINE void fixed_point(const float *x, struct cell *cell, int64_t span, int par
     }
     int32_t largest = 0;
     for (int i = 0; i < LANES; i++) largest = top[i] > largest ? top[i] : largest;
-    // The largest lies in 2^14 ... 2^15 units, with two parts in 2^13 ... 2^14, so that the upper part needs no bound. A unit is at least
-    // 2^-126, so that its inverse is finite.
-    int32_t exponent = (largest >> 23) - (parts < 2 ? 14 : 13);
+    // The largest lies in 2^14 ... 2^15 units, with two parts or two bytes in 2^13 ... 2^14, so that the upper one needs no bound. A unit is at
+    // least 2^-126, so that its inverse is finite.
+    int32_t exponent = (largest >> 23) - (parts < 2 && !bytes ? 14 : 13);
+    int16_t whole[BLOCK];
     exponent = exponent < 1 ? 1 : exponent;
     int32_t unit_bits = exponent << 23, inverse_bits = (254 - exponent) << 23;
     float unit, inverse;
@@ -98,6 +117,10 @@ INLINE void fixed_point(const float *x, struct cell *cell, int64_t span, int par
             ints upper = broken ? (ints){0} : at_most(nearest(v), 32767);
             put_pairs(cell->pairs, k, upper);
             upper_sum += upper;
+            if (bytes) {
+                small s = __builtin_convertvector(upper, small);
+                memcpy(whole + k, &s, sizeof s);
+            }
             if (parts < 2) continue;
             ints lower = broken ? (ints){0} : at_most(nearest((v - __builtin_convertvector(upper, vec)) * 65536.0f), 32767);
             put_pairs(cell->pairs + PAIRS, k, lower);
@@ -106,6 +129,7 @@ INLINE void fixed_point(const float *x, struct cell *cell, int64_t span, int par
         cell->sums[0][s] = lanes_add(upper_sum);
         cell->sums[1][s] = lanes_add(lower_sum);
     }
+    if (bytes) split(whole, cell->bytes);
 }
 
 // The cells of row t of T rows x[T, K], for a matrix; cells[block * T + t]. `row` holds K rounded up to whole blocks.
@@ -122,7 +146,7 @@ INLINE void make_cells(const void *x, int64_t t, int64_t T, int64_t K, const str
             }
         struct cell *cell = cells + b * T + t;
         if (m->kind == FP8) memcpy(cell->values, row, sizeof row);
-        else fixed_point(row, cell, span_of(m, K), parts);
+        else fixed_point(row, cell, span_of(m, K), parts, BYTES(m->kind, parts));
     }
 }
 
@@ -244,15 +268,20 @@ INLINE ints multiply_add(ints acc, ints w, ints x) {
 
 // Scales and zeros of LANES rows, of which `n` exist, for one group.
 struct group {
-    float scales[LANES], zeros[LANES];
+    vec scales, zeros;
 };
 
 INLINE void load_group(const struct matrix *m, int64_t lo, int64_t n, int64_t groups, int64_t g, struct group *to) {
     if (n >= LANES && m->rows == 1 && !m->zeros && m->scale_type != FLOAT16) {  // the usual forms
+        // In a register: what is written number by number cannot be read as a vector soon.
+        vec scales = {0};
         if (m->scale_type == FLOAT32)
-            for (int64_t i = 0; i < LANES; i++) to->scales[i] = load1(m->scales, (lo + i) * groups + g, 0);
+#pragma GCC unroll 16
+            for (int64_t i = 0; i < LANES; i++) scales[i] = load1(m->scales, (lo + i) * groups + g, 0);
         else
-            for (int64_t i = 0; i < LANES; i++) to->scales[i] = load1(m->scales, (lo + i) * groups + g, 1);
+#pragma GCC unroll 16
+            for (int64_t i = 0; i < LANES; i++) scales[i] = load1(m->scales, (lo + i) * groups + g, 1);
+        to->scales = scales;
         return;
     }
     for (int64_t i = 0; i < LANES; i++) {
@@ -264,17 +293,15 @@ INLINE void load_group(const struct matrix *m, int64_t lo, int64_t n, int64_t gr
 
 // Adds the products of a span, exact integers in units of the cell and of the group, to a row's sums.
 INLINE void add_products(const struct cell *cell, ints upper, ints lower, float *sums, const struct group *group, int zeros, int64_t s, int PARTS) {
-    vec scale, zero, sum, product = __builtin_convertvector(upper, vec);
-    memcpy(&scale, group->scales, sizeof scale);
-    memcpy(&zero, group->zeros, sizeof zero);
+    vec sum, product = __builtin_convertvector(upper, vec);
     memcpy(&sum, sums, sizeof sum);
-    if (zeros) product -= zero * (float)cell->sums[0][s];
+    if (zeros) product -= group->zeros * (float)cell->sums[0][s];
     if (PARTS == 2) {
         vec rest = __builtin_convertvector(lower, vec);
-        if (zeros) rest -= zero * (float)cell->sums[1][s];
+        if (zeros) rest -= group->zeros * (float)cell->sums[1][s];
         product += rest * 0x1p-16f;
     }
-    sum += product * (scale * cell->scale);
+    sum += product * (group->scales * cell->scale);
     memcpy(sums, &sum, sizeof sum);
 }
 
@@ -324,10 +351,36 @@ INLINE ints lane_sums(ints v[LANES]) {
 #endif
 }
 
+#if defined(__AVX2__) && LANES == 8
+// The products of a block of one row of 4-bit codes with the bytes of its inputs. A sum of 8 products of a code and a byte has 16 bits.
+INLINE ints multiply_bytes(const struct cell *cell, const char *codes) {
+    const __m256i mask = _mm256_set1_epi8(15), *const x = (const __m256i *)cell->bytes;
+    __m256i upper = _mm256_setzero_si256(), lower = upper;
+#pragma GCC unroll 2
+    for (int at = 0; at < 2; at++) {
+        const __m256i w = _mm256_loadu_si256((const __m256i *)codes + at);
+        const __m256i first = w & mask, second = _mm256_srli_epi16(w, 4) & mask;
+        upper = _mm256_add_epi16(upper, _mm256_add_epi16(_mm256_maddubs_epi16(first, x[at]), _mm256_maddubs_epi16(second, x[2 + at])));
+        lower = _mm256_add_epi16(lower, _mm256_add_epi16(_mm256_maddubs_epi16(first, x[4 + at]), _mm256_maddubs_epi16(second, x[6 + at])));
+    }
+    return (ints)_mm256_madd_epi16(upper, _mm256_set1_epi16(256)) + (ints)_mm256_madd_epi16(lower, _mm256_set1_epi16(1));
+}
+#endif
+
 // One row of x and LANES rows of codes, without a transposition: lanes run along the columns until the products of a block are summed. For int4,
 // a block of all rows at once, because its inputs then stay in registers.
 INLINE void multiply_int4(const struct cell *cell, const char *codes, int64_t stride, int64_t b, ints acc[2][LANES], int PARTS) {
     const char *const from = codes + b * (BLOCK / 2), *const ahead = codes + stride * LANES + b * (BLOCK / 2) * LANES;
+#if defined(__AVX2__) && LANES == 8
+    if (BYTES(INT4, PARTS)) {
+#pragma GCC unroll 8
+        for (int i = 0; i < LANES; i++) {
+            acc[0][i] = multiply_bytes(cell, from + i * stride);
+            __builtin_prefetch(ahead + i * (BLOCK / 2), 0, 2);
+        }
+        return;
+    }
+#endif
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++) {
         ints sum[2] = {{0}, {0}};
