@@ -353,7 +353,7 @@ INLINE ints lane_sums(ints v[LANES]) {
 
 #if defined(__AVX2__) && LANES == 8
 // The products of a block of one row of 4-bit codes with the bytes of its inputs. A sum of 8 products of a code and a byte has 16 bits.
-INLINE ints multiply_bytes(const struct cell *cell, const char *codes) {
+INLINE ints block_by_bytes(const struct cell *cell, const char *codes) {
     const __m256i mask = _mm256_set1_epi8(15), *const x = (const __m256i *)cell->bytes;
     __m256i upper = _mm256_setzero_si256(), lower = upper;
 #pragma GCC unroll 2
@@ -365,22 +365,24 @@ INLINE ints multiply_bytes(const struct cell *cell, const char *codes) {
     }
     return (ints)_mm256_madd_epi16(upper, _mm256_set1_epi16(256)) + (ints)_mm256_madd_epi16(lower, _mm256_set1_epi16(1));
 }
+#else
+INLINE ints block_by_bytes(const struct cell *cell, const char *codes) { return (void)cell, (void)codes, (ints){0}; }
 #endif
+
+// One row of x and LANES rows of 4-bit codes, in the order of addresses: blocks `first` ... `last` - 1 of one row after another.
+INLINE void multiply_bytes(const struct cell *cells, int64_t T, const char *codes, int64_t stride, int64_t first, int64_t last, ints acc[RUN][2][LANES]) {
+    for (int64_t i = 0; i < LANES; i++)
+        for (int64_t b = first; b < last; b++) {
+            const char *const block = codes + i * stride + b * (BLOCK / 2);
+            acc[b - first][0][i] = block_by_bytes(cells + b * T, block);
+            __builtin_prefetch(block + AHEAD * stride, 0, 2);
+        }
+}
 
 // One row of x and LANES rows of codes, without a transposition: lanes run along the columns until the products of a block are summed. For int4,
 // a block of all rows at once, because its inputs then stay in registers.
 INLINE void multiply_int4(const struct cell *cell, const char *codes, int64_t stride, int64_t b, ints acc[2][LANES], int PARTS) {
     const char *const from = codes + b * (BLOCK / 2), *const ahead = codes + stride * LANES + b * (BLOCK / 2) * LANES;
-#if defined(__AVX2__) && LANES == 8
-    if (BYTES(INT4, PARTS)) {
-#pragma GCC unroll 8
-        for (int i = 0; i < LANES; i++) {
-            acc[0][i] = multiply_bytes(cell, from + i * stride);
-            __builtin_prefetch(ahead + i * (BLOCK / 2), 0, 2);
-        }
-        return;
-    }
-#endif
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++) {
         ints sum[2] = {{0}, {0}};
@@ -467,13 +469,13 @@ INLINE void product(const struct cell *cells, int64_t T, int64_t K, const struct
             for (int64_t part = 0; part < n; part += LANES) {
                 const char *from = (const char *)m->codes + (lo + part) * stride;
                 float(*const sums)[STRIP] = (float(*)[STRIP])&whole[0][part];
-                int64_t loaded = -1;
-                int64_t b = 0;
+                int64_t loaded = -1, b = 0;
                 if (rows == 1 && span == BLOCK && n - part >= LANES)
                     for (const int64_t whole = kind == INT4 ? blocks : K / BLOCK; b < whole;) {
                         ints acc[RUN][2][LANES];
-                        const int64_t first = b, most = kind == INT4 ? 1 : RUN, last = whole - b < most ? whole : b + most;
-                        if (kind == INT4) multiply_int4(cells + b * T + row, from, stride, b, acc[0], parts);
+                        const int64_t first = b, most = kind == INT4 && !BYTES(kind, parts) ? 1 : RUN, last = whole - b < most ? whole : b + most;
+                        if (BYTES(kind, parts)) multiply_bytes(cells + row, T, from, stride, first, last, acc);
+                        else if (kind == INT4) multiply_int4(cells + b * T + row, from, stride, b, acc[0], parts);
                         else if (blocks <= RUN) multiply_int8(cells + row, T, from, stride, first, last, blocks, acc, parts, 1);
                         else multiply_int8(cells + row, T, from, stride, first, last, blocks, acc, parts, 4);
                         for (; b < last; b++) {
