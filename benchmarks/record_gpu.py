@@ -16,7 +16,7 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from benchmarks.recording import summary
@@ -29,6 +29,12 @@ from benchmarks.recording.process import end_orphans
 from benchmarks.recording.side_by_side import RUNNING, Row, SideBySide
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def say(text: str) -> None:
+    """Print a line. Parts go on, and are ended, also where nobody reads it any more."""
+    with suppress(OSError):
+        print(text, flush=True)
 
 
 def chosen_parts(text: str) -> list[Part]:
@@ -90,20 +96,20 @@ def run(parts: Sequence[Part], commands: Commands, seconds: float, machine: Mach
         try:
             summary.write(commands.out / "summary.json", about, runs.rows, tests_by_part())
         except OSError as error:  # the parts go on
-            print(f"the summary cannot be written: {error}", flush=True)
+            say(f"the summary cannot be written: {error}")
 
     def tell(row: Row) -> None:
         if row.result == RUNNING:
-            print(f"{row.part.name} on {','.join(map(str, row.cards))}: {' '.join(commands.words(row.part))}", flush=True)
+            say(f"{row.part.name} on {','.join(map(str, row.cards))}: {' '.join(commands.words(row.part))}")
         else:
-            print(f"{row.part.name}: {row.result}" + (f" after {row.seconds:.0f} s" if row.cards else ""), flush=True)
+            say(f"{row.part.name}: {row.result}" + (f" after {row.seconds:.0f} s" if row.cards else ""))
         note()
 
     runs = SideBySide(parts, len(commands.cards), commands.launch, tell)
     with handled(runs.stop) as numbers:
         runs.run(seconds)
         note(wait=not numbers)
-    print(summary.table(runs.rows, tests_by_part()), flush=True)
+    say(summary.table(runs.rows, tests_by_part()))
     return 128 + numbers[0] if numbers else 0 if all(row.fine for row in runs.rows) else 1
 
 

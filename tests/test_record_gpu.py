@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks import record_gpu
-from benchmarks.recording import machine
+from benchmarks.recording import machine, process
 from benchmarks.recording import summary as summary_of
 from benchmarks.recording.choose import Part
 from benchmarks.recording.commands import Commands
@@ -185,6 +185,26 @@ sys.exit(record_gpu.main(["--cards", "1", "--out", {str(tmp_path)!r}]))
         assert code == -number and results() == ["done", "running", "waiting"] and alive(pid)
         end_orphans()
     until(lambda: not alive(pid))
+
+
+def test_processes_with_marks_of_others_live_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mark of another form is not ours. A recorder that was started in what an ended one left behind does not end itself."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    command = [sys.executable, "-c", "from benchmarks.recording.process import end_orphans; end_orphans(); print('alive')"]
+    for mark in ("1", f"{process.namespace()}-{gone.pid}-x"):
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, process.MARK: mark})
+        assert done.stdout == "alive\n", done
+    monkeypatch.setattr(process.os, "readlink", lambda _: "1")  # /proc of another namespace
+    assert list(process.marks()) == []
+
+
+def test_parts_do_not_end_because_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("builtins.print", broken)
+    record_gpu.say("a line that cannot be written")
 
 
 def test_what_figures_depend_on(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,12 @@ GIVE_UP = 30.0  # seconds after SIGKILL for which a process that a driver holds 
 
 def marks() -> Iterator[tuple[int, str]]:
     """The process id and the mark of each process that has one. None are found without Linux's /proc."""
-    for path in Path("/proc").glob("[0-9]*/environ"):
+    try:
+        own = os.readlink("/proc/self")
+    except OSError:
+        return
+    # Another number of this process: then /proc counts processes in another namespace than signals do.
+    for path in Path("/proc").glob("[0-9]*/environ") if own == f"{os.getpid()}" else ():
         with suppress(OSError):  # it has ended, or is another user's
             for word in path.read_bytes().split(b"\0"):
                 if word.startswith(f"{MARK}=".encode()):
@@ -38,8 +43,10 @@ def namespace() -> int:
 def end_orphans() -> None:
     """Kill the processes of parts whose recorder was killed: they would still have cards. A mark begins with the recorder."""
     for pid, mark in list(marks()):
-        counted_in, recorder, _ = mark.split("-")
-        if counted_in == f"{namespace()}" and not Path("/proc", recorder).exists():
+        counted_in, _, rest = mark.partition("-")
+        recorder, _, _ = rest.partition("-")
+        ours = counted_in == f"{namespace()}" and recorder.isdecimal() and pid not in (os.getpid(), os.getppid())
+        if ours and not Path("/proc", recorder).exists():
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
 

@@ -296,7 +296,7 @@ def test_weights_without_their_mesh_are_refused() -> None:
     run_ranks(run, 2)
 
 
-@pytest.mark.parametrize("call", ["generate", "score"])
+@pytest.mark.parametrize("call", ["generate", "first token", "score"])
 def test_results_of_launches_that_waited_in_vain_are_not_returned(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU a launch notes that another rank did not come, and goes on with wrong numbers."""
 
@@ -310,6 +310,9 @@ def test_results_of_launches_that_waited_in_vain_are_not_returned(call: str, mon
         state = nv.init_state(model, num_pages=64, compile=False)
         for _ in range(2):  # the engine stays dead
             with pytest.raises(nv.EngineDeadError, match="in vain"):
-                nv.score(model, state, [[1, 2]], [[3, 4]]) if call == "score" else nv.generate(model, state, [1, 2], GREEDY)
+                if call == "score":
+                    nv.score(model, state, [[1, 2]], [[3, 4]])
+                else:
+                    nv.generate(model, state, [1, 2], replace(GREEDY, max_tokens=1 if call == "first token" else 12))
 
     run_ranks(run, 2)

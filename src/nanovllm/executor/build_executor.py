@@ -27,6 +27,8 @@ from nanovllm.models.model import Model
 from nanovllm.models.tuning.choose import cuts_for, plain
 from nanovllm.ops.backends import attention_backend, own_kernels
 from nanovllm.ops.compile_ahead import FirstStart
+from nanovllm.ops.cpu.build import library
+from nanovllm.ops.cpu.native import SOURCE, SYMBOLS
 from nanovllm.ops.import_ahead import wait_for_triton
 from nanovllm.ops.sampling import cpu_sampling
 from nanovllm.sampling.row_options import KINDS
@@ -155,9 +157,12 @@ def _choose(model: Model, limits: EngineConfig, cuts: Cuts | None) -> tuple[Fast
 
 
 def _build_c(model: Model) -> None:
-    """Build the C code of a CPU's decode steps and of sampling, if the model uses it. Else the first request would wait for a compiler."""
-    if not against(model.params, model.config, model.device, model.dtype):
-        cpu_sampling.available()
+    """Build the C code that the model runs on a CPU. Otherwise the first request would wait for a compiler."""
+    cpu_sampling.available()
+    if model.quantization:
+        library(SOURCE, SYMBOLS)
+    elif not model.foreign:
+        against(model.params, model.config, model.device, model.dtype)
 
 
 def build_executor(
@@ -174,12 +179,13 @@ def build_executor(
 ) -> tuple[Executor, Cuts | None]:
     """Build an engine's executor. Returns it with the tile configurations that it uses."""
     cuda = model.device.type == "cuda"
+    if model.device.type == "cpu":
+        _build_c(model)
     # Plain torch is not faster when it reads shared pages once, so it does that only on request.
     cascades = Cascades(model, limits, cascade_policy(model, limits, always=True)) if cascade else None
     if compile is False or model.foreign:
         return EagerExecutor(limits, model.spec.forward, cascades), None
     if not (cuda or compile):
-        _build_c(model)
         return EagerExecutor(limits, models.forward if choice is None else partial(models.forward, fast=choice), cascades), None
     if not cuda:
         return EagerExecutor(limits, compiled_forward(model), cascades), None

@@ -60,7 +60,9 @@ class EagerExecutor:
         """Donates `kv`. Run prompt tokens in one call, and sample for the complete sequences."""
         config = in_parts(model.config)
         logits, kv = self._prompts(model, kv, prefill_batch(rows, draw=draw, frames=frames, **self._layout), config)
-        return draw_first(logits, rows, model, config, self._width, masks) if draw else None, kv
+        drawn = draw_first(logits, rows, model, config, self._width, masks) if draw else None
+        require_ranks(model.config.mesh)
+        return drawn, kv
 
     def score(
         self,

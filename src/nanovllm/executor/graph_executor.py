@@ -376,7 +376,11 @@ class GraphExecutor:
             lines = mask_lines(drawing)
             self._rows.upload(masks, [lines[row] for row in host.logit_indices.tolist()])
         step.draw()
-        return step.fetch().wait(len(drawing)).at(host.logit_indices) if whole else None
+        if not whole:
+            return None
+        results = step.fetch().wait(len(drawing)).at(host.logit_indices)
+        require_ranks(self._model.config.mesh)
+        return results
 
     def _grow(self, step: CapturedStep, rows: Seq[Sequence], frames: Frames | None) -> bool:
         """Fill in only the pages of the rows, some of which got more, while a step runs ahead. False if they must be loaded."""

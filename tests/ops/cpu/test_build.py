@@ -6,12 +6,14 @@ import shutil
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from nanovllm.chunks.generate import generate
 from nanovllm.engine.init_state import init_state
+from nanovllm.executor import build_executor
 from nanovllm.models.fast import cpu, path
 from nanovllm.ops.cpu import build
 from nanovllm.ops.sampling import cpu_sampling
@@ -170,11 +172,19 @@ def test_an_engine_builds_it_at_the_start(monkeypatch: pytest.MonkeyPatch) -> No
         asked.append(source.name)
         return build.library(source, symbols, flags)
 
-    for module in (path, cpu_sampling):
+    for module in (build_executor, path, cpu_sampling):
         monkeypatch.setattr(module, "library", found)
-    cpu_sampling.available.cache_clear()
-    init_state(random_model(tiny_config()), num_pages=8)
-    assert set(asked) == {"kernels.c", "sampling.c"}
+    both, sampling = {"kernels.c", "sampling.c"}, {"sampling.c"}
+    for architecture, quantization, built in (
+        ("Qwen3ForCausalLM", "", both),
+        ("Gemma3ForCausalLM", "", sampling),
+        ("MixtralForCausalLM", "int8", both),
+    ):
+        asked.clear()
+        cpu_sampling.available.cache_clear()
+        model = random_model(tiny_config(architecture))
+        init_state(replace(model, quantization=quantization), num_pages=8, num_frames=8 if model.config.widest_window else None)
+        assert set(asked) == built, architecture
 
 
 def test_the_engine_runs_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,9 +199,8 @@ def test_the_engine_runs_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
 LOADED = """
 from pathlib import Path
 import torch
-from nanovllm.models.fast import cpu, path
+from nanovllm.models.fast import cpu
 from nanovllm.ops.cpu import build
-from nanovllm.ops.sampling import cpu_sampling
 assert build.library(cpu.SOURCE, cpu.SYMBOLS) is not None
 torch.ones(4).sum()
 print(*{line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line})

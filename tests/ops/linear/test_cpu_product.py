@@ -53,7 +53,7 @@ def allowed(x: torch.Tensor, matrix: QuantisedMatrix, meant: torch.Tensor) -> to
         parts = parts + torch.empty_like(parts).index_copy_(1, columns, spaced)
     blocks = [part.abs().amax(1, keepdim=True).expand_as(part) for part in x.double()[:, columns].split(BLOCK, 1)]
     largest = torch.empty(x.shape, dtype=torch.float64).index_copy_(1, columns, torch.cat(blocks, 1))
-    unit, last = (2.0**-31, 2.0**-23) if x.dtype == torch.float32 else (2.0**-15, 2.0**-8)
+    unit, last = (2.0**-31, 2.0**-23) if x.dtype == torch.float32 else (2.0**-14 if matrix.kind == "int4" else 2.0**-15, 2.0**-8)
     of_sums = 2.0**-19 if matrix.kind == "fp8" else 2.0**-21
     return largest @ parts.T * unit + x.double().abs() @ parts.T * of_sums + meant.abs() * last + 1e-30
 

@@ -3,8 +3,8 @@
 // A vector has one lane per row of the matrix: LANES rows are transposed in registers, four codes of a row per lane, and meet inputs that all
 // lanes share. Integer codes meet inputs in fixed point, 16 bits for bfloat16 and 32 for float32, with one power of two for 128 columns: the
 // error of an input is at most 2^-15 (2^-29) of the largest of its 128, and the sums of products of a group are exact. So a row's bits depend
-// on no other row and on no number of threads. With AVX2 alone, inputs that meet 4-bit codes have 15 bits, as two bytes whose products need
-// fewer instructions.
+// on no other row and on no number of threads. With AVX2 alone, bfloat16 inputs of 4-bit codes have 15 bits (2^-14), as two bytes whose
+// products need fewer instructions.
 #pragma once
 #include "fp8.h"
 #define BLOCK 128  // columns whose inputs share a power of two, and whose 4-bit codes are packed together
@@ -82,7 +82,7 @@ INLINE void put_pairs(int32_t *to, int64_t k, ints v) {
     memcpy(to + pair_of(k) + 16, (const char *)&s + LANES, LANES);
 }
 
-// An integer of less than 2^14 as two bytes with a sign.
+// An integer of at most 2^14 as two bytes with a sign.
 INLINE void split(const int16_t *x, int8_t bytes[2][BLOCK]) {
     for (int k = 0; k < BLOCK; k++) {
         bytes[1][k] = (int8_t)x[k];

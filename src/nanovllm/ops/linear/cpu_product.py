@@ -2,7 +2,8 @@
 
 With int8 and int4 codes, inputs become fixed point: integers of 16 bits for bfloat16 and of 32 bits for float32, with one power of two for
 128 columns. All bits of an input count if it is at least a 128th (float32: a 64th) of the largest of its 128 columns; the error of a
-smaller one is at most 2^-15 (2^-29) of that largest. The sums of products of a group are exact integers.
+smaller one is at most 2^-15 (2^-29) of that largest. With AVX2 alone bfloat16 has 15 bits beside int4 codes: a 64th, and 2^-14. The sums of
+products of a group are exact integers.
 """
 
 import ctypes
