@@ -61,6 +61,7 @@ def test_each_part_can_be_run(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
         monkeypatch.setattr(sys, "argv", [program, *rest])
         monkeypatch.chdir(ROOT)
+        monkeypatch.delitem(sys.modules, program, raising=False)  # another test may have imported it
         with pytest.raises(Parsed) as parsed:
             run(program, run_name="__main__")
         found = parsed.value.args[0]

@@ -47,7 +47,7 @@ INLINE void four_scores(const float *q, int64_t D, const char *keys, float *to, 
         for (int g = 0; g < queries; g++) {
             const vec x = load_some(q, g * D + d, count, 0);
 #pragma GCC unroll 4
-            for (int s = 0; s < 4; s++) sums[g][s] += x * key[s];
+            for (int s = 0; s < 4; s++) sums[g][s] = plus_product(sums[g][s], x, key[s]);
         }
     }
 #pragma GCC unroll 4
@@ -61,7 +61,7 @@ INLINE void one_score(const float *q, int64_t D, const char *keys, int64_t s, fl
         const int64_t count = D - d < LANES ? D - d : LANES;
         const vec key = load_numbers(keys, s * D + d, count, type);
 #pragma GCC unroll 4
-        for (int g = 0; g < queries; g++) sums[g] += load_some(q, g * D + d, count, 0) * key;
+        for (int g = 0; g < queries; g++) sums[g] = plus_product(sums[g], load_some(q, g * D + d, count, 0), key);
     }
 #pragma GCC unroll 4
     for (int g = 0; g < queries; g++) to[g * apart] = lanes_sum(sums[g]);
@@ -95,7 +95,7 @@ INLINE void mix_part(float *mixed, int64_t D, int64_t d, int64_t count, const ch
 #pragma GCC unroll 4
         for (int g = 0; g < queries; g++)
 #pragma GCC unroll 4
-            for (int i = 0; i < parts; i++) sums[g][i] += weights[g * apart + s] * value[i];
+            for (int i = 0; i < parts; i++) sums[g][i] = plus_product(sums[g][i], weights[g * apart + s] - (vec){0}, value[i]);
     }
 #pragma GCC unroll 4
     for (int g = 0; g < queries; g++)

@@ -19,7 +19,7 @@ INLINE void rms_norm(const void *x, int64_t at, const void *gain, float *out, in
     vec squares = {0};
     for (int64_t k = 0; k < n; k += LANES) {
         vec v = load_some(x, at + k, n - k < LANES ? n - k : LANES, x16);
-        squares += v * v;
+        squares = plus_product(squares, v, v);
     }
     float scale = 1.0f / sqrtf(lanes_sum(squares) / (float)n + eps);
     for (int64_t k = 0; k < n; k++) out[k] = load1(x, at + k, x16) * scale * load1(gain, k, bf16);

@@ -4,6 +4,8 @@
 #include <string.h>
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 #define LANES 16
@@ -35,6 +37,24 @@ INLINE bits wider(halves h) {
     return (bits)_mm256_cvtepu16_epi32(narrow);
 #else
     return __builtin_convertvector(h, bits);
+#endif
+}
+
+// sum + a * b, rounded once where the processor can. Compilers contract such expressions in some places and not in others, which would make the
+// bits of a dot product depend on the function that computes it; so they are told not to (build.py).
+INLINE vec plus_product(vec sum, vec a, vec b) {
+#if LANES == 16
+    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#elif defined(__aarch64__)
+    float32x4_t s[2], x[2], y[2];
+    memcpy(s, &sum, sizeof s), memcpy(x, &a, sizeof x), memcpy(y, &b, sizeof y);
+    s[0] = vfmaq_f32(s[0], x[0], y[0]), s[1] = vfmaq_f32(s[1], x[1], y[1]);
+    memcpy(&sum, s, sizeof s);
+    return sum;
+#else
+    return sum + a * b;
 #endif
 }
 
@@ -115,8 +135,8 @@ INLINE vec load_some(const void *p, int64_t i, int64_t count, int bf16) {
 INLINE float dot(const float *x, const void *w, int64_t at, int64_t n, int bf16) {
     vec sum = {0};
     int64_t k = 0;
-    for (; k + LANES <= n; k += LANES) sum += load(x, k, 0) * load(w, at + k, bf16);
-    if (k < n) sum += load_some(x, k, n - k, 0) * load_some(w, at + k, n - k, bf16);
+    for (; k + LANES <= n; k += LANES) sum = plus_product(sum, load(x, k, 0), load(w, at + k, bf16));
+    if (k < n) sum = plus_product(sum, load_some(x, k, n - k, 0), load_some(w, at + k, n - k, bf16));
     return lanes_sum(sum);
 }
 
@@ -148,7 +168,7 @@ INLINE void finish(float block[4][STRIP], struct target t, int64_t row, int rows
 #define EIGHT(DO, r) FOUR(DO, r) DO(r, 4) DO(r, 5) DO(r, 6) DO(r, 7)
 #define ZERO(r, c) vec sum_##r##c = {0};
 #define WEIGHT(r, c) const vec w_##c = load_some(w, c * K + k, count, bf16);
-#define MULTIPLY(r, c) sum_##r##c += x_##r * w_##c;
+#define MULTIPLY(r, c) sum_##r##c = plus_product(sum_##r##c, x_##r, w_##c);
 #define VALUE(r) const vec x_##r = load_some(x, r * K + k, count, 0);
 #define STORE(r, c, c1, c2, c3) put(block + r * STRIP + c, four_sums(sum_##r##c, sum_##r##c1, sum_##r##c2, sum_##r##c3));
 #define TILE(NAME, BEFORE, STEP, AFTER)                                                         \

@@ -53,7 +53,7 @@ INLINE void add_floats(const struct cell *cells, float weights[4][BLOCK], float 
         for (int c = 0; c < 4; c++) {
             const vec w = load(weights[c], k, 0);
 #pragma GCC unroll 4
-            for (int r = 0; r < count; r++) acc[r][c] += x[r] * w;
+            for (int r = 0; r < count; r++) acc[r][c] = plus_product(acc[r][c], x[r], w);
         }
     }
 #pragma GCC unroll 4

@@ -1,6 +1,6 @@
 // Sampling on a CPU: the ops of ops/sampling/ row by row, a row being one thread's work. Logits are float32 or bfloat16 (`bf16` != 0).
 //
-// Built without contraction of products and sums (`cpu_sampling.py` says so to the compiler): random numbers, filters and penalties then have
+// Built without contraction of products and sums (`build.py` says so to the compiler): random numbers, filters and penalties then have
 // the bits of the plain torch form, which rounds after every operation. Logarithms differ in the last bits. So `nanovllm_draw` says where
 // that could change a token, and leaves the row to torch.
 #include <math.h>

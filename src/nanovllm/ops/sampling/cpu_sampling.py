@@ -23,7 +23,7 @@ SIGNATURES = MappingProxyType(
     {"uniforms": (2, 4), "draw": (6, 6), "highest": (3, 5), "least_kept": (8, 6), "adjusted": (8, 5), "logprobs": (6, 6)}
 )
 SYMBOLS = tuple(f"nanovllm_{name}" for name in SIGNATURES)
-FLAGS = ("-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno")
+FLAGS = ("-fno-trapping-math", "-fno-math-errno")
 DTYPES = (torch.float32, torch.bfloat16)
 BLOCK = 64  # of the C file
 
