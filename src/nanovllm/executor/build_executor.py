@@ -156,12 +156,15 @@ def _choose(model: Model, limits: EngineConfig, cuts: Cuts | None) -> tuple[Fast
         return None, f"{model.name}: not enough memory to check the fast decode path: it is used unchecked"
 
 
-def _build_c(model: Model) -> None:
-    """Build the C code that the model runs on a CPU. Otherwise the first request would wait for a compiler."""
+def _build_c(model: Model, compile: bool | None) -> None:
+    """Build the C code that the model runs on a CPU. Otherwise the first request would wait for a compiler.
+
+    Decode steps of plain weights run in C unless `compile` is given, those of quantised weights always.
+    """
     cpu_sampling.available()
     if model.quantization:
         library(SOURCE, SYMBOLS)
-    elif not model.foreign:
+    elif compile is None and not model.foreign:
         against(model.params, model.config, model.device, model.dtype)
 
 
@@ -180,7 +183,7 @@ def build_executor(
     """Build an engine's executor. Returns it with the tile configurations that it uses."""
     cuda = model.device.type == "cuda"
     if model.device.type == "cpu":
-        _build_c(model)
+        _build_c(model, compile)
     # Plain torch is not faster when it reads shared pages once, so it does that only on request.
     cascades = Cascades(model, limits, cascade_policy(model, limits, always=True)) if cascade else None
     if compile is False or model.foreign:

@@ -165,12 +165,17 @@ def long_chat(turns: int) -> dict[str, Any]:
     return {"format": "nanovllm-chats", "version": 1, "chats": [chat], "nodes": nodes}
 
 
-def test_a_chat_of_200_turns_is_quick(window: Window, tmp_path: Path) -> None:
-    file = tmp_path / "long.json"
-    file.write_text(json.dumps(long_chat(200)))
+def open_long_chat(window: Window, folder: Path, turns: int) -> None:
+    """Import a chat of so many turns, and open it."""
+    file = folder / "long.json"
+    file.write_text(json.dumps(long_chat(turns)))
     window.page.set_input_files("#import-file", file)
     window.page.locator("#chats .chat").click()
-    window.until("document.querySelectorAll('.message').length === 400")
+    window.until(f"document.querySelectorAll('.message').length === {2 * turns}")
+
+
+def test_a_chat_of_200_turns_is_quick(window: Window, tmp_path: Path) -> None:
+    open_long_chat(window, tmp_path, 200)
     opened = """async () => {
         const began = performance.now();
         location.hash = "";
@@ -196,11 +201,7 @@ def test_a_chat_of_200_turns_is_quick(window: Window, tmp_path: Path) -> None:
 
 def test_a_long_chat_is_scrolled_without_jumps(window: Window, tmp_path: Path) -> None:
     """Messages get their heights when they come near to the window. What is on the screen stays where it is."""
-    file = tmp_path / "long.json"
-    file.write_text(json.dumps(long_chat(100)))
-    window.page.set_input_files("#import-file", file)
-    window.page.locator("#chats .chat").click()
-    window.until("document.querySelectorAll('.message').length === 200")
+    open_long_chat(window, tmp_path, 100)
     moved = """async () => {
         const log = document.getElementById("log"), { x, y, width } = log.getBoundingClientRect(), moves = [];
         for (let i = 0; i < 20; i++) {
