@@ -1,5 +1,7 @@
 """Ranks agree on what they find outside: values are rank 0's, or the least of all, and an engine is sized alike on all of them."""
 
+import gc
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -77,3 +79,24 @@ def test_a_process_may_be_in_several_groups_and_leave_one() -> None:
     assert parts == [one]
     assert store_at(stores[0].port).port == stores[0].port != stores[1].port
     assert not dist.is_initialized()
+
+
+def test_a_later_group_of_a_process_may_have_the_port_of_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system gives the port of a closed store again, and torch keeps the names of all groups of a process."""
+    opened = opened_store()
+    first, kept = joined(opened, 0, 1, torch.device("cpu"), timedelta(seconds=20))
+    left(mesh_of(first, torch.device("cpu"), kept))
+    port = opened.port
+    del first, kept, opened
+    gc.collect()
+    bound = socket.create_server
+    monkeypatch.setattr(socket, "create_server", lambda address: bound((address[0], port)))
+    try:
+        again = opened_store()
+    except OSError:
+        pytest.skip(f"another process has taken port {port}")
+    assert again.port == port
+    second, _own = joined(again, 0, 1, torch.device("cpu"), timedelta(seconds=20))
+    one = torch.ones(1)
+    dist.all_reduce(one, group=second)
+    assert one.item() == 1

@@ -5,6 +5,7 @@ A rank is a process with a part of the model. All ranks make the same calls, so 
 
 import json
 import socket
+import uuid
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -22,10 +23,12 @@ NAME = "nanovllm"
 
 
 def opened_store() -> Any:
-    """The store of rank 0, at which the ranks meet. It listens on this host alone, at `port`."""
+    """The store of rank 0, at which the ranks meet. It listens on this host alone, at `port`, and holds the name of the group."""
     listener = socket.create_server((HOST, 0))  # a store that opens its own socket listens on all addresses
     port = listener.getsockname()[1]
-    return dist.TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    store = dist.TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    store.set(NAME, f"{NAME}-{uuid.uuid4().hex}")  # not the port, which a later store of this process may have again
+    return store
 
 
 def store_at(port: int) -> Any:
@@ -39,7 +42,7 @@ def joined(store: Any, rank: int, size: int, device: torch.device, timeout: time
     All ranks call this at the same time. CPU tensors go through gloo, those of a GPU through NCCL.
 
     Args:
-        store: The ranks' store.
+        store: The ranks' store, of `opened_store`.
         rank: The number of this rank.
         size: The number of ranks.
         device: The device of this rank.
@@ -51,7 +54,7 @@ def joined(store: Any, rank: int, size: int, device: torch.device, timeout: time
     from nanovllm.ops.distributed.process_group import nccl_options
     from nanovllm.ops.distributed.renumbered_store import Renumbered
 
-    name, kinds = f"{NAME}-{store.port}", dist.ProcessGroup.BackendType
+    name, kinds = store.get(NAME).decode(), dist.ProcessGroup.BackendType
     shared = dist.PrefixStore(name, store)
     own = Renumbered(shared)  # rank 0 may have been in other groups before, and then counts otherwise than the others
     group = dist.ProcessGroup(own, rank, size)
