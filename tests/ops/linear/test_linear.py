@@ -1,5 +1,7 @@
 """`linear`: right, and on a CPU a row's bits do not depend on the other rows."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,19 +26,22 @@ sizes = st.one_of(st.integers(1, 40).map(lambda n: 16 * n), st.sampled_from([102
     num_out=sizes,
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     bias=st.booleans(),
+    capability=st.sampled_from(["AVX2", "AVX512"]),
     data=st.data(),
 )
 @settings(max_examples=150)
 def test_rows_do_not_depend_on_each_other(
-    num_rows: int, num_in: int, num_out: int, dtype: torch.dtype, bias: bool, data: st.DataObject
+    num_rows: int, num_in: int, num_out: int, dtype: torch.dtype, bias: bool, capability: str, data: st.DataObject
 ) -> None:
+    """Whichever way is taken on a processor that is said to have `capability`."""
     torch.manual_seed(num_rows * num_in * num_out)
     x, weight = torch.randn(num_rows, num_in).to(dtype), torch.randn(num_out, num_in).to(dtype)
     b = torch.randn(num_out).to(dtype) if bias else None
-    y = linear(x, weight, b)
-    close_to_exact(y, x, weight, b)
     rows = data.draw(st.lists(st.integers(0, num_rows - 1), min_size=1, max_size=40))
-    assert torch.equal(linear(x[rows], weight, b), y[rows])
+    with patch.object(torch.backends.cpu, "get_cpu_capability", return_value=capability):
+        y, again = linear(x, weight, b), linear(x[rows], weight, b)
+    close_to_exact(y, x, weight, b)
+    assert torch.equal(again, y[rows])
 
 
 @given(num_rows=st.integers(1, 20), num_in=st.integers(1, 70), num_out=st.integers(1, 70))
@@ -44,6 +49,19 @@ def test_odd_sizes_are_right(num_rows: int, num_in: int, num_out: int) -> None:
     torch.manual_seed(num_rows * num_in * num_out)
     x, weight, bias = torch.randn(num_rows, num_in), torch.randn(num_out, num_in), torch.randn(num_out)
     close_to_exact(linear(x, weight, bias), x, weight, bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_with_avx2_alone_halves_are_multiplied_in_float32_by_parts(dtype: torch.dtype) -> None:
+    x, weight, bias = torch.randn(5, 4096).to(dtype), torch.randn(700, 4096).to(dtype), torch.randn(700).to(dtype)
+    with (
+        patch.object(torch.backends.cpu, "get_cpu_capability", return_value="AVX2"),
+        patch("torch.nn.functional.linear", wraps=torch.nn.functional.linear) as products,
+    ):
+        y = linear(x, weight, bias)
+    close_to_exact(y, x, weight, bias)
+    assert y.dtype == dtype and {call.args[0].dtype for call in products.call_args_list} == {torch.float32}
+    assert [len(call.args[1]) for call in products.call_args_list] == ([700] if dtype == torch.float32 else [256, 256, 188])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
