@@ -72,7 +72,7 @@ def test_it_has_the_figures_map_and_tree_of_the_library(live: Live) -> None:
 
 
 def test_a_reply_that_runs_is_a_request(live: Live) -> None:
-    asking = threading.Thread(target=live.post, args=("/v1/completions", {"prompt": "Once", "max_tokens": 1500, "ignore_eos": True}))
+    asking = threading.Thread(target=live.post, args=("/v1/completions", {"prompt": "Once", "max_tokens": 900, "ignore_eos": True}))
     asking.start()
     live.wait_until_running()
     found = seen(live)
