@@ -15,7 +15,7 @@ import jaxtyping
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
-from hypothesis.internal.conjecture import engine
+from hypothesis.internal.conjecture import engine, providers
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # its processes ignore Ctrl-C, and so would those that tests start
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -32,6 +32,8 @@ settings.register_profile("dev", derandomize=True, **COMMON)
 settings.register_profile("nightly", **COMMON)  # the machines run many more examples
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 settings.load_profile(PROFILE)
+if PROFILE != "nightly":  # else examples have constants of the modules that a process happens to have loaded, by the tests before
+    providers._get_local_constants = lambda: providers._local_constants
 if PROFILE == "ci":
     engine.MAX_SHRINKING_SECONDS = SHRINKING  # Hypothesis lets users change it; its warning speaks of five minutes all the same
 

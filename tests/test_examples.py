@@ -31,7 +31,7 @@ def run(name: str, *arguments: str) -> str:
     if name in COMPILED:
         del environment["PYTHONWARNINGS"]  # the compiler's own
     result = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *arguments], capture_output=True, text=True, env=environment, timeout=300, check=False
+        [sys.executable, str(EXAMPLES / name), *arguments], capture_output=True, text=True, env=environment, timeout=900, check=False
     )
     assert result.returncode == 0, result.stderr[-4000:]
     assert name in COMPILED or result.stderr == ""

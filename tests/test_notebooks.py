@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.filterwarnings("default::DeprecationWarning", "default::ResourceWarning"),  # of Jupyter's own
 ]
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "examples").glob("*.ipynb"))
-LONGEST = 60  # seconds; each takes about three when the machine is quiet
+LONGEST = 300  # seconds; each takes about three when the machine is quiet
 
 SETUP = """
 import nanovllm as nv

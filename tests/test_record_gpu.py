@@ -179,12 +179,12 @@ sys.exit(record_gpu.main(["--cards", "1", "--out", {str(tmp_path)!r}]))
 
     until(lambda: results() == ["done", "running", "waiting"])
     recorder.send_signal(number)
-    code = recorder.wait(30)
+    code = recorder.wait(300)
     if number is signal.SIGTERM:
         assert code == 128 + number and results() == ["done", "ended from outside", "not started"]
     else:
-        assert code == -number and results() == ["done", "running", "waiting"] and alive(pid)
-        end_orphans()
+        assert code == -number and results() == ["done", "running", "waiting"]
+        end_orphans()  # as a recorder of another test may have done already
     until(lambda: not alive(pid))
 
 

@@ -97,9 +97,9 @@ def run_parts(parts: Sequence[Part], num_cards: int, out: Path) -> tuple[list[Ro
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look often, and send SIGKILL early."""
+    """Look often, and send SIGKILL early, but not before a process of a busy machine has heard SIGTERM."""
     monkeypatch.setattr(side_by_side, "POLL", 0.01)
-    monkeypatch.setattr(process, "GRACE", 0.2)
+    monkeypatch.setattr(process, "GRACE", 5.0)
 
 
 @pytest.mark.usefixtures("soon")
@@ -214,7 +214,7 @@ def test_outcomes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "xdist", "-n", "1", "-p", "benchmarks.recording.outcomes"]
     command += ["--outcomes", str(lines), "-c", os.devnull, "--rootdir", str(tmp_path), str(tmp_path)]
     environment = {**os.environ, "OUTCOMES": str(lines), "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=600)
     assert ran.returncode < 0, ran.stdout + ran.stderr
     lines.write_text(lines.read_text() + '{"test": "cut o')
     known = outcomes.read(lines)

@@ -28,7 +28,7 @@ def executed(path: Path) -> NotebookNode:
             cell.outputs = []
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "JUPYTER_PLATFORM_DIRS": "1"}
     with tempfile.TemporaryDirectory() as folder:  # for sockets, so that no port is open meanwhile
-        client = NotebookClient(notebook, kernel_name="python3", timeout=SECONDS, record_timing=False)
+        client = NotebookClient(notebook, kernel_name="python3", timeout=SECONDS, startup_timeout=SECONDS, record_timing=False)
         manager = client.create_kernel_manager()
         manager.transport, manager.ip = "ipc", f"{folder}/kernel"
         client.execute(env=environment)

@@ -105,7 +105,7 @@ def test_evicted_pages_are_written_when_nothing_runs(tmp_path: Path):
     state = engine(tmp_path, num_pages=8)
     for seed in (0, 1, 2):
         state, _ = reply(state, prompt(seed))
-    disk, end = runtime_of(state).disk, time.monotonic() + 30
+    disk, end = runtime_of(state).disk, time.monotonic() + 120
     while disk.num_queued and time.monotonic() < end:
         time.sleep(0.01)
     assert len(disk.folder) == state.stats.offloaded_tokens // 4 > 0
@@ -354,7 +354,7 @@ print(output.token_ids, flush=True)
 os.kill(os.getpid(), 9)
 """
     command, root = [sys.executable, "-c", program], Path(__file__).parents[2]
-    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120, cwd=root)
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=600, cwd=root)
     assert ended.returncode == -9, ended.stderr
     _, output = reply(engine(tmp_path), prompt(0))
     assert str(output.token_ids) == ended.stdout.strip() and output.num_cached_tokens == 20
@@ -456,7 +456,7 @@ def test_threads_wait_while_they_are_held_and_lose_their_jobs_at_the_end():
     gate = threading.Event()
     workers.hold(False)
     for _ in range(2):
-        workers.submit(lambda: gate.wait(10) and None)
+        workers.submit(lambda: gate.wait(120) and None)
     workers.submit(lambda: done.append(9))
     workers.close()
     gate.set()
@@ -468,10 +468,10 @@ def test_threads_are_held_again_after_a_drain_that_was_interrupted(monkeypatch: 
 
     def job() -> None:
         begun.set()
-        gate.wait(10)
+        gate.wait(120)
 
     workers.submit(job)
-    assert begun.wait(10)  # so that only this thread is interrupted
+    assert begun.wait(120)  # so that only this thread is interrupted
 
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
@@ -499,8 +499,10 @@ def test_a_tier_that_nobody_has_ends_its_threads(tmp_path: Path):
     tier = weakref.ref(runtime_of(state).disk)
     assert isinstance(tier(), DiskTier)
     del state
-    gc.collect()
-    assert tier() is None
+    end = time.monotonic() + 60
+    while tier() is not None:  # a thread may still be about to forget its last job
+        assert time.monotonic() < end
+        gc.collect()
 
 
 def test_requests_that_wait_for_a_place_do_not_disturb_decode_steps(tmp_path: Path):
@@ -520,7 +522,7 @@ def test_an_async_llm_writes_when_it_is_idle_and_when_it_is_closed(tmp_path: Pat
     async def serve(prompt: str, idle: bool) -> int:
         async with nv.AsyncLLM(model, num_pages=64, host_kv_gib=0.05, kv_dir=tmp_path, kv_dir_gib=1) as llm:
             await llm.generate(prompt, SamplingParams(temperature=0, max_tokens=4))
-            end = time.monotonic() + 30
+            end = time.monotonic() + 120
             while idle and not [*tmp_path.rglob("*.kv")] and time.monotonic() < end:
                 await asyncio.sleep(0.02)
             found = len([*tmp_path.rglob("*.kv")])
@@ -563,7 +565,7 @@ def test_evicted_pages_for_which_there_is_no_thread_are_errors_of_the_disk(tmp_p
 
 def test_one_thread_does_the_work_of_those_that_could_not_be_started(monkeypatch: pytest.MonkeyPatch):
     done, gate, workers = list[int](), threading.Event(), Threads(2, "test")
-    assert workers.submit(lambda: gate.wait(10) and None)
+    assert workers.submit(lambda: gate.wait(120) and None)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_thread)
         assert workers.submit(lambda: done.append(1))

@@ -264,7 +264,7 @@ print(output.token_ids, flush=True)
 os.kill(os.getpid(), 9)
 """
     command, root = [sys.executable, "-c", program], Path(__file__).parents[2]
-    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120, cwd=root)
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=600, cwd=root)
     assert ended.returncode == -9, ended.stderr
     _, output = reply(MIXED, engine(MIXED, tmp_path), prompt(0))
     assert str(output.token_ids) == ended.stdout.strip() and output.num_cached_tokens == 20

@@ -77,6 +77,15 @@ async def idle(llm):
     await until(lambda: not llm._engine._calls, "the last delivery")
 
 
+async def ended(llm, executor):
+    """Wait until the engine has nothing to run. Of what was cancelled it runs a few steps more at most."""
+    for _ in range(4):  # an iterator that nothing refers to is closed by a task of its own
+        await asyncio.sleep(0)
+    steps = executor.num_steps
+    await idle(llm)
+    assert executor.num_steps < steps + 10
+
+
 def fails(error=RuntimeError, after=0):
     """What an executor calls before its work: it raises after so many calls, from then on."""
     left = [after]
@@ -365,8 +374,7 @@ def test_a_timeout_cancels():
                     async with asyncio.timeout(0.05):
                         while True:
                             await read()
-            await idle(llm)
-            assert executor.num_steps < 100
+            await ended(llm, executor)
 
     run(main())
 
@@ -396,8 +404,7 @@ def test_leaving_a_stream_cancels_it(way):
                     async for _ in stream:
                         raise ZeroDivisionError
                 del stream
-            await idle(llm)
-            assert executor.num_steps < 200
+            await ended(llm, executor)
 
     run(main())
 
@@ -712,13 +719,15 @@ def test_a_prompt_that_fails_leaves_the_others_of_its_call():
 def test_closing_ends_or_drains(drain):
     async def main():
         llm, executor = counting()
-        executor.before = lambda: time.sleep(0.001)
+        closing = threading.Event()
+        executor.before = lambda: executor.num_steps < 20 or closing.wait(LIMIT)  # no request ends before
         params = nv.SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
         tasks = [asyncio.create_task(llm.generate([[i], [i]], params)) for i in range(3)]
         stream = llm.stream([9], params)
         await anext(stream)
         ends = [asyncio.create_task(llm.close(drain=drain)) for _ in range(2)]
         await asyncio.sleep(0)
+        closing.set()
         with pytest.raises(nv.EngineClosedError):
             await llm.generate([1], params)
         await asyncio.gather(*ends)
@@ -748,7 +757,7 @@ async def idle_state(llm):
 def test_a_drain_can_be_cut_short():
     async def main():
         llm, executor = counting()
-        executor.before = lambda: time.sleep(0.01)
+        executor.before = lambda: time.sleep(0.05)
         task = asyncio.create_task(llm.generate([1], LONG))
         await until(lambda: llm.state.running, "the first step")
         with pytest.raises(TimeoutError):
@@ -792,6 +801,7 @@ def test_a_loop_that_is_gone_takes_its_requests_along(recwarn):
     task = loop.create_task(read())
     loop.run_until_complete(asyncio.sleep(0.01))
     loop.close()  # a program that does not clean up
+    steps = executor.num_steps
     del task
 
     async def main():
@@ -800,7 +810,7 @@ def test_a_loop_that_is_gone_takes_its_requests_along(recwarn):
         await llm.close()
 
     run(main())
-    assert executor.num_steps < 200
+    assert executor.num_steps < steps + 30
     gc.collect()
     recwarn.clear()
 
@@ -896,9 +906,9 @@ INTERRUPTED = """
 import asyncio, signal
 import nanovllm as nv
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores it
-long = nv.SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
+long = nv.SamplingParams(temperature=0, max_tokens=1900, ignore_eos=True)
 async def main():
-    async with nv.AsyncLLM("tiny", device="cpu", num_pages=64) as llm:
+    async with nv.AsyncLLM("tiny", device="cpu", num_pages=128) as llm:
         try:
             async for piece in llm.stream("Once", long):
                 print("reading", flush=True)

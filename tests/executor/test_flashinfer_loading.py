@@ -59,7 +59,7 @@ class Machine:
         monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
 
     def build(self, wanted: list[Kernels]) -> bool:
-        assert self.may_end.wait(20)
+        assert self.may_end.wait(120)
         self.built.append(wanted)
         return True
 
@@ -114,7 +114,7 @@ def test_own_kernels_run_while_others_are_built(
     assert isinstance(kept.first, TilePlan) and kept.handles != (handle, 0)
     machine.may_end.set()
     loading = attention._loading
-    assert loading is not None and loading.backend.result(20) == "auto"
+    assert loading is not None and loading.backend.result(120) == "auto"
     assert attention.plan_prompt(PROMPTS, together=False) == (4711, 0) and machine.built == [KERNELS] and machine.backends == ["auto"]
     assert lookup(kept.first.handle) is kept.first  # a session's own plan lives on
 
@@ -124,13 +124,13 @@ def test_kernels_that_take_long_to_load_are_not_waited_for(
 ) -> None:
     """Such as kernels that exist, but have to be built again because they are old."""
     monkeypatch.setattr(attention_plans, "PATIENCE", 0.05)
-    monkeypatch.setattr(flashinfer_loading, "load", lambda kernels: machine.may_end.wait(20))
+    monkeypatch.setattr(flashinfer_loading, "load", lambda kernels: machine.may_end.wait(120))
     machine.may_end.clear()
     attention = start()
     attention.settle()
     assert not attention.ready() and "being built" in capfd.readouterr().err
     machine.may_end.set()
-    assert attention._loading is not None and attention._loading.backend.result(20)
+    assert attention._loading is not None and attention._loading.backend.result(120)
     assert attention.ready()
 
 
@@ -142,7 +142,7 @@ def test_an_engine_goes_on_without_kernels_that_cannot_be_built(
     machine.absent, machine.errors = absent, {"fa2": error}
     attention = start()
     loading = attention._loading
-    assert loading is not None and loading.backend.exception(20) is error
+    assert loading is not None and loading.backend.exception(120) is error
     with pytest.warns(UserWarning, match=rf"long prompts run on nanovllm's own kernels.*{type(error).__name__}"):
         assert not attention.ready()
     assert not attention.ready()  # and does not warn again
@@ -168,7 +168,7 @@ def test_whatever_ends_the_thread_ends_the_wait(machine: Machine, monkeypatch: p
 
     monkeypatch.setattr(flashinfer_loading, "missing", broken)
     loading = Loading(KERNELS, torch.device("cpu"))
-    assert not loading.builds.result(20) and isinstance(loading.backend.exception(20), SystemExit)
+    assert not loading.builds.result(120) and isinstance(loading.backend.exception(120), SystemExit)
 
 
 # A FlashInfer that writes one file for each of its kernels

@@ -18,7 +18,7 @@ from tests.mutation.mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "nanovllm"
-TIMEOUT = 180  # seconds for the tests of one mutant
+TIMEOUT = 600  # seconds for the tests of one mutant
 WORKERS = 2
 
 

@@ -105,12 +105,12 @@ def test_overlapping_rehearsals_leave_nothing_behind() -> None:
     def other() -> None:
         with noted():
             inside.set()
-            assert leave.wait(20)
+            assert leave.wait(120)
 
     thread = Thread(target=other)
     with noted() as kernels:
         thread.start()
-        assert inside.wait(20)
+        assert inside.wait(120)
         kernel.launch("a")
     leave.set()
     thread.join()

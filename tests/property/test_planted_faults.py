@@ -16,7 +16,7 @@ from tests.property.faults.windows import WINDOW_FAULTS
 
 pytestmark = pytest.mark.unhooked  # the import hook's checks would double the minutes that these tests take
 
-DRAWS = 4  # Hypothesis draws constants of the modules that a process happens to have loaded, so a rare fault may escape one draw
+DRAWS = 8  # a rare fault may escape one draw
 ALL = [
     *FAULTS,
     *FAILURE_FAULTS,

@@ -167,5 +167,5 @@ except ModuleNotFoundError as error:
     print(error)
 """
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=300, check=True)
     assert "pip install 'langchain-nanovllm[engine]'" in done.stdout

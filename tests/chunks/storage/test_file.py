@@ -531,7 +531,7 @@ whole = chunk_format.encode
 def slow(head):
     if head.kv_sha256 != chunk_format.UNKNOWN:  # the KV is written, the head is not
         print("here", flush=True)
-        time.sleep(60)
+        time.sleep(600)
     return whole(head)
 blocks.encode = slow
 nv.save_chunk(state, chunk, sys.argv[1])
@@ -567,7 +567,7 @@ def test_reading_while_the_file_is_replaced(small: Model, tmp_path: Path) -> Non
     thread = threading.Thread(target=write)
     thread.start()
     try:
-        reader, seen, until = nv.init_state(small, num_pages=8, page_size=4), set(), time.monotonic() + 5
+        reader, seen, until = nv.init_state(small, num_pages=8, page_size=4), set(), time.monotonic() + 60
         while len(seen) < 2 and time.monotonic() < until:
             reader, loaded = nv.load_chunk(small, reader, tmp_path / "chunk")
             seen.add(len(loaded))

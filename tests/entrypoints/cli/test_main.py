@@ -609,10 +609,10 @@ class Terminal:
         os.write(self.master, text.encode())
 
     def wait_for(self, pattern: str, again: str = "") -> str:
-        """Read until the pattern shows; returns, and forgets, all up to its end. `again` is sent where nothing comes for a second."""
-        deadline = time.monotonic() + 60
+        """Read until the pattern shows; returns, and forgets, all up to its end. `again` is sent where nothing comes for some seconds."""
+        deadline = time.monotonic() + 240
         while not (found := re.search(pattern, self.text)):
-            ready, _, _ = select.select([self.master], [], [], 1)
+            ready, _, _ = select.select([self.master], [], [], 5)
             assert time.monotonic() < deadline, f"{pattern!r} did not come: {self.text[-2000:]!r}"
             if not ready:
                 self.send(again)
@@ -656,7 +656,7 @@ def test_chat_on_a_terminal(folder):
         terminal.wait_for("A new conversation")
         terminal.wait_for(">>> ")
         terminal.send("\x04")
-        assert terminal.process.wait(timeout=60) == 0
+        assert terminal.process.wait(timeout=240) == 0
 
 
 def test_generate_on_a_terminal(folder):
@@ -665,7 +665,7 @@ def test_generate_on_a_terminal(folder):
         text = terminal.wait_for(r"tokens/s\]")
         assert "\x1b[2mHello\x1b[0m" in text
         assert "5 prompt tokens, 5 tokens (length)" in text
-        assert terminal.process.wait(timeout=60) == 0
+        assert terminal.process.wait(timeout=240) == 0
 
 
 def test_output_that_nobody_reads_is_no_error(folder):
@@ -675,7 +675,7 @@ def test_output_that_nobody_reads_is_no_error(folder):
     assert process.stdout is not None and process.stderr is not None
     process.stdout.read(1)
     process.stdout.close()
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=240) == 0
     assert process.stderr.read() == b""
     process.stderr.close()
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.entrypoints.page.window import Window, watch
+from nanovllm.sampling.process_logits import as_processor
+from tests.entrypoints.page.window import SOON, Window, slowly, watch
 from tests.entrypoints.server.live import Live
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -29,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs a browser where there is none."""
     if missing := lacking():
         for item in items:
-            if "window" in getattr(item, "fixturenames", ()) or "browser" in getattr(item, "fixturenames", ()):
+            if "browser" in getattr(item, "fixturenames", ()):
                 item.add_marker(pytest.mark.skip(reason=f"the chat page in a browser: needs {' and '.join(missing)}"))
 
 
@@ -39,7 +40,7 @@ def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=browser_path(), args=[*OPTIONS])
+        browser = playwright.chromium.launch(executable_path=browser_path(), args=[*OPTIONS], timeout=SOON)
         yield browser
         browser.close()
 
@@ -49,6 +50,22 @@ def live() -> Iterator[Live]:
     """A server with the packaged model."""
     with Live() as server:
         yield server
+
+
+@pytest.fixture
+def slow() -> Iterator[Live]:
+    """A server whose stories take seconds: they do not end before a slow browser has looked at them."""
+    with Live(limits={"process_logits": as_processor(slowly)}) as server:
+        yield server
+
+
+@pytest.fixture
+def slow_window(browser: Any, slow: Live) -> Iterator[Window]:
+    """The page of the slow server, in a fresh profile."""
+    context = browser.new_context()
+    with watch(context, f"http://127.0.0.1:{slow.port}/") as window:
+        yield window
+    context.close()
 
 
 @pytest.fixture

@@ -29,7 +29,8 @@ def test_a_reply_that_comes_in_several_pieces_has_its_speed_below(window: Window
     assert "a second" in window.page.locator(".figures").last.text_content()
 
 
-def test_a_reply_can_be_stopped_and_what_came_stays(window: Window) -> None:
+def test_a_reply_can_be_stopped_and_what_came_stays(slow_window: Window) -> None:
+    window = slow_window
     window.send("Tell a long story of a fox.", wait=False)
     window.until("document.querySelector('.message.assistant .thinking .plain')?.textContent.length > 20")
     window.page.keyboard.press("Escape")
@@ -41,11 +42,12 @@ def test_a_reply_can_be_stopped_and_what_came_stays(window: Window) -> None:
     assert "65" in window.said()[-1]
 
 
-def test_the_engine_stops_with_the_page(window: Window, live: Live) -> None:
+def test_the_engine_stops_with_the_page(slow_window: Window, slow: Live) -> None:
+    window = slow_window
     window.send("Tell a long story of a fox.", wait=False)
-    live.wait_until_running()
+    slow.wait_until_running()
     window.page.click("#stop")
-    live.wait_until_idle()
+    slow.wait_until_idle()
     window.ended()
 
 
@@ -86,7 +88,8 @@ def test_a_reply_can_be_written_by_hand(window: Window) -> None:
     assert "written by hand" in window.page.locator(".figures").last.text_content()
 
 
-def test_two_branches_run_at_the_same_time(window: Window) -> None:
+def test_two_branches_run_at_the_same_time(slow_window: Window) -> None:
+    window = slow_window
     window.send("Tell a long story of a fox.", wait=False)
     window.page.wait_for_selector(".message.running")
     window.page.click("#new")
@@ -155,7 +158,8 @@ def test_reloading_keeps_everything(window: Window) -> None:
     assert len(window.said()) == 4
 
 
-def test_a_reload_in_mid_reply_keeps_what_was_there(window: Window) -> None:
+def test_a_reload_in_mid_reply_keeps_what_was_there(slow_window: Window) -> None:
+    window = slow_window
     window.send("Tell a long story of a fox.", wait=False)
     window.until("document.querySelector('.message.assistant .thinking .plain')?.textContent.length > 10")
     window.page.wait_for_timeout(1500)

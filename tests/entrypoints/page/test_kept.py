@@ -33,7 +33,7 @@ def names(live: Live) -> list[str]:
 
 
 def until_named(window: Window, live: Live, count: int) -> list[str]:
-    for _ in range(1000):
+    for _ in range(4000):
         if len(found := names(live)) == count:
             return found
         window.page.wait_for_timeout(20)
@@ -70,7 +70,7 @@ def test_it_outlives_a_restart_of_the_server(window: Window, live: Live) -> None
     window.send(f"{LONG} Who is the king of Aistonia?")
     (name,) = until_named(window, live, 1)
     assert live.settings.chunk_dir is not None
-    for _ in range(500):  # the file is written beside the steps
+    for _ in range(4000):  # the file is written beside the steps
         if list(live.settings.chunk_dir.rglob("*.safetensors")):
             break
         window.page.wait_for_timeout(20)
@@ -103,7 +103,7 @@ def test_each_branch_keeps_its_end_and_all_go_with_the_chat(window: Window, live
     window.page.get_by_role("button", name="Delete Who is the king").click()
     until_named(window, live, 0)
     assert live.settings.chunk_dir is not None
-    for _ in range(500):
+    for _ in range(4000):
         if not list(live.settings.chunk_dir.rglob("*.safetensors")):
             break
         window.page.wait_for_timeout(20)

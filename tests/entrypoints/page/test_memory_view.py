@@ -1,7 +1,6 @@
 """The memory view of the chat page: figures, map and tree are those of the engine, and follow it while the panel is open."""
 
 import hashlib
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,8 +8,6 @@ import pytest
 
 import nanovllm as nv
 from nanovllm.entrypoints.server.settings import Settings
-from nanovllm.sampling.process_logits import as_processor
-from nanovllm.types import Tensor
 from tests.entrypoints.page.window import Window, watch
 from tests.entrypoints.server.live import Live
 
@@ -64,33 +61,21 @@ def test_figures_map_and_tree_follow_the_engine(window: Window, live: Live) -> N
     window.until("document.querySelectorAll('#memory-map .cell.chunks').length === 0")
 
 
-def slowly(logits: Tensor) -> Tensor:
-    """The same logits, a while later."""
-    time.sleep(0.03)
-    return logits
-
-
-def test_a_reply_that_runs_is_seen_and_a_closed_panel_asks_nothing(browser: Any) -> None:
+def test_a_reply_that_runs_is_seen_and_a_closed_panel_asks_nothing(slow_window: Window) -> None:
     """A reply of seconds, because the panel asks once a second."""
-    context, asked = browser.new_context(), list[str]()
-    with (
-        Live(limits={"process_logits": as_processor(slowly)}) as server,
-        watch(context, f"http://127.0.0.1:{server.port}/") as window,
-    ):
-        page = window.page
-        page.on("request", lambda request: "memory" in request.url and asked.append(request.url))
-        page.click("#memory-button")
-        window.send("Tell a long story of a fox.", wait=False)
-        window.until("document.querySelectorAll('#memory-map .cell.requests').length > 0")
-        assert "request" in page.locator("#memory-tree").text_content()
-        page.evaluate("document.getElementById('stop').click()")  # the reply may have ended, and the button with it
-        page.click("#chunks")
-        assert page.locator("#memory").is_hidden() and page.locator("#shelf").is_visible(), "one panel at a time"
-        window.ended()
-        before = len(asked)
-        page.wait_for_timeout(1500)
-        assert len(asked) == before
-    context.close()
+    page, asked = slow_window.page, list[str]()
+    page.on("request", lambda request: "memory" in request.url and asked.append(request.url))
+    page.click("#memory-button")
+    slow_window.send("Tell a long story of a fox.", wait=False)
+    slow_window.until("document.querySelectorAll('#memory-map .cell.requests').length > 0")
+    slow_window.until("document.getElementById('memory-tree').textContent.includes('request')")
+    page.evaluate("document.getElementById('stop').click()")  # the reply may have ended, and the button with it
+    page.click("#chunks")
+    assert page.locator("#memory").is_hidden() and page.locator("#shelf").is_visible(), "one panel at a time"
+    slow_window.ended()
+    before = len(asked)
+    page.wait_for_timeout(1500)
+    assert len(asked) == before
 
 
 def test_another_keys_chunks_are_only_counted(browser: Any) -> None:

@@ -5,7 +5,15 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-SOON = 20_000  # milliseconds that anything may take on a busy machine
+from nanovllm.types import Tensor
+
+SOON = 90_000  # milliseconds that anything may take on a busy machine
+
+
+def slowly(logits: Tensor) -> Tensor:
+    """The same logits, a while later."""
+    time.sleep(0.02)
+    return logits
 
 
 class Window:
@@ -54,15 +62,14 @@ class Window:
         return [text.strip() for text in self.page.locator(".message .body").all_text_contents()]
 
     def press(self, name: str, place: int = -1, role: str = "") -> None:
-        """Press a button of a message: the last one's, or that of a place. The page must rest: a click on a button that moves is lost."""
+        """Press a button of a message: the last one's, or that of a place.
+
+        Whether a mouse could do it is tried first, with no effect. A mouse's click on a button that moves meanwhile would be lost.
+        """
         messages = self.page.locator(f".message{role and f'.{role}'}")
         button = messages.nth(place if place >= 0 else messages.count() + place).get_by_role("button", name=name, exact=True)
-        button.scroll_into_view_if_needed()
-        places = [button.bounding_box()]
-        while len(places) < 4 or any(place != places[-1] for place in places[-4:]):
-            self.page.wait_for_timeout(50)
-            places.append(button.bounding_box())
-        button.click()
+        button.click(trial=True)
+        button.evaluate("(one) => one.click()")
 
     def settle(self, name: str, value: str) -> None:
         """Change one of the settings."""

@@ -84,10 +84,10 @@ def with_rates(state: EngineState, rates: Rates) -> EngineState:
 
 
 def slow_then_stuck(rank: int, model: Model, state: EngineState, group: Any) -> Made:
-    """Three passes of rank 1 take almost as long as ranks may be silent, and it never ends its fifth one."""
+    """Three passes of rank 1 take longer together than ranks may be silent, and it never ends its fifth one."""
 
     def before(count: int) -> None:
-        time.sleep(1.0 if rank and count < 4 else 0.0)
+        time.sleep(2.5 if rank and count < 4 else 0.0)
         while rank and count == 5:
             time.sleep(0.01)
         together(group)

@@ -18,6 +18,7 @@ from tests.entrypoints.ranks.engines import LIMITS, alive, dies, pids_of, starte
 pytestmark = pytest.mark.unhooked
 GREEDY = nv.SamplingParams(temperature=0, max_tokens=12)
 LONG = nv.SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+SILENT = 6.0  # seconds: a rank that runs is not silent for so long, also on a busy machine
 
 
 def whole(llm: nv.LLM) -> None:
@@ -57,27 +58,27 @@ def test_a_rank_is_killed_in_a_step() -> None:
 
 
 def test_a_rank_is_stopped() -> None:
-    with started("joined", grouped=True, rank_timeout=1.5) as llm:
+    with started("joined", grouped=True, rank_timeout=SILENT) as llm:
         whole(llm)
         (pid,) = pids_of(llm)
         os.kill(pid, signal.SIGSTOP)
-        with dies("rank 1 .* does not answer for 1.5 seconds"):
+        with dies("rank 1 .* does not answer for 6 seconds"):
             llm.generate("Hello", LONG)
         dead(llm)
 
 
 def test_a_rank_is_stopped_while_idle() -> None:
-    with started(rank_timeout=1.0) as llm:
+    with started(rank_timeout=SILENT) as llm:
         os.kill(pids_of(llm)[0], signal.SIGSTOP)
         stopped = time.monotonic()
-        while llm.state.runtime.lease.dead is None and time.monotonic() < stopped + 5:
+        while llm.state.runtime.lease.dead is None and time.monotonic() < stopped + 60:
             time.sleep(0.05)
-        with dies("rank 1 .* does not answer for 1 seconds"):
+        with dies("rank 1 .* does not answer for 6 seconds"):
             nv.memory(llm.state)
 
 
 def test_a_slow_rank_is_waited_for_and_one_that_is_stuck_is_not() -> None:
-    with started("slow_then_stuck", grouped=True, rank_timeout=1.5) as llm:
+    with started("slow_then_stuck", grouped=True, rank_timeout=SILENT) as llm:
         assert len(llm.generate("Hello", nv.SamplingParams(temperature=0, max_tokens=3))[0].token_ids) == 3
         with dies(r"rank 1 \(process \d+\) does not answer"):
             llm.generate("Hello", LONG)
@@ -134,8 +135,8 @@ def test_other_ranks_end_with_the_program() -> None:
     killed, interrupted, returns = starts
     killed.kill()
     interrupted.send_signal(signal.SIGINT)
-    returns.communicate("\n", 10)
-    until = time.monotonic() + 5
+    returns.communicate("\n", 60)
+    until = time.monotonic() + 60
     while any(map(alive, pids)) and time.monotonic() < until:
         time.sleep(0.05)
     assert not any(map(alive, pids))
@@ -154,7 +155,7 @@ def test_an_engine_of_tasks_tells_all_of_them() -> None:
             begun = time.monotonic()
             for told in await asyncio.gather(*tasks, return_exceptions=True):
                 assert isinstance(told, nv.EngineDeadError) and "rank 1" in str(told)
-            assert time.monotonic() - begun < 5 and isinstance(llm.refusal, nv.EngineDeadError)
+            assert time.monotonic() - begun < 60 and isinstance(llm.refusal, nv.EngineDeadError)
         assert not alive(pid)
 
     asyncio.run(main())

@@ -35,7 +35,7 @@ def when(folder: Path, num_parts: int, do: Any) -> threading.Thread:
     """Do something once a run has written so many parts."""
 
     def wait() -> None:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 300
         while len([*folder.glob("part-*")]) < num_parts and time.monotonic() < end:
             time.sleep(0.01)
         do()

@@ -56,7 +56,7 @@ def test_answers_are_those_of_the_library(server: LocalServer) -> None:
             assert head.status == 200 and head.streams
             assert text_of(body) == expected.text
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 300))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_answers_are_those_of_the_library(server: LocalServer) -> None:
     ids=str,
 )
 def test_what_is_wrong_has_a_status(server: LocalServer, request_: HttpRequest, status: int) -> None:
-    head, body = asyncio.run(asyncio.wait_for(whole(server, request_), 60))
+    head, body = asyncio.run(asyncio.wait_for(whole(server, request_), 300))
     assert head.status == status and json.loads(body)
 
 
@@ -81,13 +81,13 @@ def test_who_stops_reading_cancels_the_request(server: LocalServer) -> None:
         async with aclosing(server.answer(post("/v1/completions", long))) as pieces:
             assert isinstance(await anext(pieces), Head)
             assert await anext(pieces)
-        for _ in range(200):
+        for _ in range(4000):
             if not server._loop.state.running:
                 return
             await asyncio.sleep(0.05)
         raise AssertionError("the request still runs")
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 300))
 
 
 def test_an_engine_that_fails_is_noticed(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def test_an_engine_that_fails_is_noticed(server: LocalServer, monkeypatch: pytes
         head, _ = await whole(server, post("/v1/completions", ASKED))
         assert head.status == 503
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 300))
 
 
 def test_kv_on_disk_is_that_of_the_keys_and_is_written_at_the_end(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_kv_on_disk_is_that_of_the_keys_and_is_written_at_the_end(tmp_path: Path
             head, _ = await whole(made, replace(request, headers=keyed))
             assert head.status == 200
 
-        asyncio.run(asyncio.wait_for(main(), 60))
+        asyncio.run(asyncio.wait_for(main(), 300))
         made.close()
         found.append({*tmp_path.rglob("*.kv")} - set().union(*found))
     folders = [{path.relative_to(tmp_path).parts[0] for path in paths} for paths in found]

@@ -29,7 +29,7 @@ from nanovllm.entrypoints.server.supervisor import bound
 from nanovllm.errors import EngineDeadError
 from nanovllm.sampling.params import from_generation_config
 
-LIMIT = 60.0  # seconds that any answer may take
+LIMIT = 120.0  # seconds that any answer may take on a busy machine
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,13 @@ class Live:
         while not self.engine.state.running:
             assert time.monotonic() < end, "the engine runs nothing"
             time.sleep(0.001)
+
+    def wait_until_generated(self, count: int) -> None:
+        """Wait until the engine has made so many tokens in all: it may be idle again before anybody looks."""
+        end = time.monotonic() + LIMIT
+        while self.engine.metrics.generation_tokens < count:
+            assert time.monotonic() < end, f"the engine has made {self.engine.metrics.generation_tokens} of {count} tokens"
+            time.sleep(0.005)
 
     def wait_until_idle(self) -> None:
         """Wait until the engine runs nothing, and check its pages."""

@@ -16,7 +16,7 @@ def before_call(context: schemathesis.HookContext, case: schemathesis.Case, kwar
     """Shorten replies, and name a chunk that is there."""
     if case.path.startswith("/v1/chunks/{name}"):
         for path, body in (("/v1/chunks", CHUNK), ("/v1/chunks/story/save", {})):
-            assert requests.post(f"{os.environ['SERVED']}{path}", json=body, timeout=60).status_code == 200
+            assert requests.post(f"{os.environ['SERVED']}{path}", json=body, timeout=240).status_code == 200
         if case.meta is None or case.meta.generation.mode == schemathesis.GenerationMode.POSITIVE:
             case.path_parameters["name"] = CHUNK["name"]
     if isinstance(body := case.body, dict):

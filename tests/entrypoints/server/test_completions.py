@@ -3,7 +3,6 @@
 import json
 import socket
 import threading
-import time
 from typing import Any
 
 import msgspec
@@ -281,16 +280,14 @@ def test_a_client_that_goes_away_leaves_no_request(live: Live):
     head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     for stream in (True, False):
         data = body if stream else body.replace(b'"stream": true', b'"stream": null')
+        so_far = live.engine.metrics.generation_tokens
         with socket.create_connection(("127.0.0.1", live.port), timeout=LIMIT) as sock:
             sock.sendall(head + data)
             if stream:
                 assert b"200 OK" in sock.recv(64)
             live.wait_until_running()
-        gone = time.monotonic()
-        while live.engine.state.running or live.engine.state.waiting:
-            assert time.monotonic() < gone + 1.0, "the engine still runs a request whose client has gone"
-            time.sleep(0.01)
-    live.wait_until_idle()
+        live.wait_until_idle()
+        assert live.engine.metrics.generation_tokens - so_far < 1500, "the engine runs a request to its end whose client has gone"
     assert not live.server.streams and not live.server.engine.num_open
 
 
@@ -307,7 +304,7 @@ def test_a_client_that_reads_nothing_gets_its_text_in_larger_pieces_later(live: 
             sock.settimeout(LIMIT)
             sock.connect(("127.0.0.1", server.port))
             sock.sendall(head.encode() + body)
-            server.wait_until_running()
+            server.wait_until_generated(6 * 150)
             server.wait_until_idle()  # the engine does not wait for the reader
             data = b""
             while part := sock.recv(1 << 16):

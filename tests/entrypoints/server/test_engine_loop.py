@@ -65,12 +65,13 @@ def test_the_wait_is_bounded(loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) 
 def test_how_many_came_together_is_learnt(live: Live) -> None:
     with Live(live.model) as server:
         for count in (3, 1, 2):
+            so_far = server.engine.metrics.generation_tokens
             with socket.socket(socket.AF_UNIX) as front:
                 front.connect(str(server.path))
                 ids = np.arange(300, 310, dtype=np.int32).tobytes()
                 frames = [frame(Submit([i], [[ids]], [{"max_tokens": 50, "ignore_eos": True}], True)) for i in range(count)]
                 front.sendall(b"".join(frames))
-                server.wait_until_running()
+                server.wait_until_generated(so_far + 50 * count)
                 server.wait_until_idle()
             assert server.engine._together == count and server.engine._num_first == 0
 

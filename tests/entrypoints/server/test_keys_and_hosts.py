@@ -264,14 +264,14 @@ def test_tls(live: Live, tmp_path: Path):
     trusting = ssl.create_default_context(cafile=chain)
     server = Live(live.model, settings(certificate=certificate(chain, key)))
     server.wait_until_healthy = lambda: None
-    with server, socket.create_connection(("localhost", server.port), timeout=60) as sock:
+    with server, socket.create_connection(("localhost", server.port), timeout=240) as sock:
         with trusting.wrap_socket(sock, server_hostname="localhost") as secured:
             secured.sendall(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             assert secured.recv(1 << 16).startswith(b"HTTP/1.1 200 OK")
         for _ in range(2):
             assert b"HTTP" not in server.raw(b"GET / HTTP/1.1\r\n\r\n" + os.urandom(100))
         with (
-            socket.create_connection(("localhost", server.port), timeout=60) as other,
+            socket.create_connection(("localhost", server.port), timeout=240) as other,
             trusting.wrap_socket(other, server_hostname="localhost") as secured,
         ):
             secured.sendall(b"nonsense\r\n\r\n")

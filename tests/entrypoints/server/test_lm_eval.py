@@ -52,7 +52,7 @@ def test_scores_of_lm_eval_are_those_of_the_library(live: Live, tmp_path: Path):
     command = [sys.executable, "-m", "lm_eval", "--model", "local-completions", "--batch_size", "4", "--include_path", str(tmp_path)]
     command += ["--tasks", "facts", "--model_args", served, "--log_samples", "--output_path", str(out)]
     env = {**os.environ, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (samples,), (results,) = out.rglob("samples_facts_*.jsonl"), out.rglob("results_*.json")
     assert json.loads(results.read_text())["results"]["facts"]["acc,none"] == 1.0

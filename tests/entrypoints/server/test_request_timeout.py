@@ -16,7 +16,7 @@ from nanovllm.sampling.process_logits import as_processor
 from nanovllm.types import Tensor
 from tests.entrypoints.server.live import LIMIT, Live, parsed
 
-SECONDS = 0.9
+SECONDS = 2.5
 HEAD = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
 HEAD += "content-type: application/json\r\ncontent-length: {size}\r\n\r\n"
 LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 1900, "temperature": 0, "ignore_eos": True}
@@ -24,7 +24,7 @@ LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 1900, "tempe
 
 def slowly(logits: Tensor) -> Tensor:
     """The same logits, a while later."""
-    time.sleep(0.003)
+    time.sleep(0.006)
     return logits
 
 
@@ -36,9 +36,8 @@ def slow() -> Iterator[Live]:
 
 
 def require_timeout(error: dict[str, Any]) -> None:
-    assert (error["type"], error["code"], error["param"]) == ("timeout_error", "request_timeout", None) and "0.9 seconds" in error[
-        "message"
-    ]
+    assert (error["type"], error["code"], error["param"]) == ("timeout_error", "request_timeout", None)
+    assert "2.5 seconds" in error["message"]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
@@ -46,7 +45,7 @@ def test_a_whole_reply_that_takes_too_long_is_an_error(slow: Live, path: str) ->
     own = {"/v1/completions": LONG, "/v1/responses": {"input": "Hello", "ignore_eos": True}}
     began = time.monotonic()
     answer = slow.post(path, own.get(path, {"messages": [{"role": "user", "content": "Hello"}], "ignore_eos": True}))
-    assert SECONDS <= time.monotonic() - began < SECONDS + 10
+    assert SECONDS <= time.monotonic() - began < SECONDS + 60
     assert answer.status == 504 and answer.headers["x-should-retry"] == "false"
     require_timeout(answer.json()["error"])
     slow.wait_until_idle()
@@ -62,7 +61,7 @@ def test_a_stream_ends_with_an_error_event(slow: Live) -> None:
     assert not slow.server.streams and not slow.server.engine.num_open
     answer = slow.post("/v1/responses", {"input": "Hello", "ignore_eos": True, "stream": True})
     *_, last = parsed(answer.body)
-    assert last["type"] == "response.failed" and "0.9 seconds" in last["response"]["error"]["message"]
+    assert last["type"] == "response.failed" and "2.5 seconds" in last["response"]["error"]["message"]
     slow.wait_until_idle()
 
 
@@ -118,7 +117,7 @@ def test_a_reply_that_has_ended_may_be_read_later(live: Live) -> None:
         sock.connect(("127.0.0.1", server.port))
         began = time.monotonic()
         sock.sendall(head + body)
-        server.wait_until_running()
+        server.wait_until_generated(6 * 100)
         server.wait_until_idle()
         assert time.monotonic() - began < 12.0, "this machine is too slow for the test"
         time.sleep(12.5 - (time.monotonic() - began))

@@ -36,9 +36,10 @@ http {{
 """
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return sock.getsockname()[1]
+def free_ports() -> tuple[int, int]:
+    """Two of them: both are taken before either is given back."""
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        return one.getsockname()[1], other.getsockname()[1]
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def proxy(live: Live, tmp_path: Path) -> Iterator[tuple[int, int, ssl.SSLContext
     if nginx is None:
         pytest.skip("nginx is not installed")
     chain, key = self_signed(tmp_path)
-    plain, secure, servers = free_port(), free_port(), NGINX
+    (plain, secure), servers = free_ports(), NGINX
     for told, here in (
         ("listen 80;", f"listen 127.0.0.1:{plain};"),
         ("listen 443 ssl;", f"listen 127.0.0.1:{secure} ssl;"),
@@ -84,7 +85,7 @@ def test_clients_behind_nginx(live: Live, proxy: tuple[int, int, ssl.SSLContext]
     away.close()
 
     connection = http.client.HTTPSConnection("localhost", secure, timeout=LIMIT, context=trusting)
-    body = {"prompt": "Once upon a time", "max_tokens": 300, "temperature": 0, "ignore_eos": True, "stream": True}
+    body = {"prompt": "Once upon a time", "max_tokens": 1500, "temperature": 0, "ignore_eos": True, "stream": True}
     headers = {"content-type": "application/json", "host": "llm.example"}
     connection.request("POST", "/v1/completions", json.dumps(body), headers)
     answer = connection.getresponse()
@@ -115,7 +116,7 @@ def test_the_chat_page_behind_nginx_does_not_wait_for_the_rate(proxy: tuple[int,
         connection.request("GET", "/", headers={"host": "llm.example"})
         answer = connection.getresponse()
         assert answer.status == 200 and answer.read()
-    assert time.monotonic() - began < 4.0  # 8 s at the rate of the page's zone
+    assert time.monotonic() - began < 7.5  # 8 s at the rate of the page's zone
     connection.close()
 
 

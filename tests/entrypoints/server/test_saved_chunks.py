@@ -184,6 +184,8 @@ def test_a_call_counts_until_the_engine_has_ended_it(served: Live) -> None:
 
     for number in range(most + 3):  # the engine is in a long step
         calls.begin(Later(work=partial(reading, number), end=lambda held, result: (held, result)), ended.append)
+    while not calls.waits:
+        assert time.monotonic() < deadline
     time.sleep(0.1)
     assert read == [0]  # the others are read once it was put into pages
     while len(ended) < most + 3:
@@ -446,7 +448,7 @@ def test_a_file_that_does_not_fit_this_engine_is_a_conflict(served: Live) -> Non
 
 
 def test_a_file_is_written_to_its_end_though_the_request_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = Settings(shutdown_seconds=1.0, chunk_dir=tmp_path, request_timeout=1.5)
+    settings = Settings(shutdown_seconds=1.0, chunk_dir=tmp_path, request_timeout=6.0)
     with Live(settings=settings, num_pages=128) as server:
         assert server.post("/v1/chunks", {"name": "king", "text": KING}).status == 200
         disk = Slow(monkeypatch, "_write_block")

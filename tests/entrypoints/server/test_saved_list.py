@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,6 +38,12 @@ def no_files(request: pytest.FixtureRequest) -> Iterator[None]:
     if "served" in request.fixturenames:
         for path in folder_of(request.getfixturevalue("served")).glob("*"):
             path.rmdir() if path.is_dir() else path.unlink()
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder is read to its end, also on a busy machine."""
+    monkeypatch.setattr(saved_list, "SECONDS", LIMIT)
 
 
 def folder_of(live: Live) -> Path:
@@ -203,6 +210,20 @@ def test_many_files_are_bounded_in_number_and_time(served: Live, monkeypatch: py
     monkeypatch.setattr(saved_list, "SECONDS", 0.1)
     answer = served.get("/v1/saved_chunks").json()
     assert len(answer["data"]) < 10 and answer["has_more"]
+
+
+def test_a_list_that_became_complete_when_time_was_up_has_no_more(served: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(served)
+    described, now = saved_list._described, [0.0]
+
+    def slow(*args: Any) -> Any:
+        now[0] += 1e6
+        return described(*args)
+
+    monkeypatch.setattr(saved_list, "_described", slow)
+    monkeypatch.setattr(saved_list, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    answer = served.get("/v1/saved_chunks").json()
+    assert [file["name"] for file in answer["data"]] == ["king"] and not answer["has_more"]
 
 
 class Waiting:

@@ -20,7 +20,7 @@ from tests.entrypoints.server.live import Live
 NOT_HELD = "positive_data_acceptance,allow_header_conformance"
 OPTIONS = (
     "--phases", "examples,coverage,fuzzing", "--max-examples", "8", "--generation-deterministic", "--no-shrink", "--continue-on-failure",
-    "--exclude-checks", NOT_HELD, "--suppress-health-check", "all", "--request-timeout", "60", "--output-sanitize", "false", "--no-color",
+    "--exclude-checks", NOT_HELD, "--suppress-health-check", "all", "--request-timeout", "240", "--output-sanitize", "false", "--no-color",
 )  # fmt: skip
 LARGE = ("completions", "chat/completions", "responses")
 

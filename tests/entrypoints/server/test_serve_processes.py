@@ -24,7 +24,7 @@ from nanovllm.entrypoints.cli import main as cli
 
 pytestmark = [pytest.mark.unhooked, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 
-LIMIT = 90.0
+LIMIT = 300.0  # seconds, of which a busy machine may take most
 PATH = "/v1/completions"
 GREEDY: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
 LONG = GREEDY | {"max_tokens": 1900, "ignore_eos": True, "stream": True}
@@ -125,14 +125,22 @@ def served() -> Iterator[Any]:
         one.folder.cleanup()
 
 
-def gone(pids: list[int], seconds: float = 10.0) -> bool:
+def gone(pids: list[int], seconds: float = LIMIT) -> bool:
     """Whether the processes end within a time."""
     end = time.monotonic() + seconds
-    while any(Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[1][:3] for pid in pids):
+    while any(map(runs, pids)):
         if time.monotonic() > end:
             return False
         time.sleep(0.02)
     return True
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and has not ended."""
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[1][:3]
+    except (FileNotFoundError, ProcessLookupError):  # it may go at any time
+        return False
 
 
 def empty(server: Served) -> bool:
@@ -191,7 +199,7 @@ def test_an_orderly_end_lets_requests_end(served: Any):
     kept = server.connect()
     kept.request("GET", "/health")
     assert kept.getresponse().read()
-    thread, found = stream(server, LONG | {"max_tokens": 400})
+    thread, found = stream(server)
     server.process.send_signal(signal.SIGTERM)
     server.wait(lambda: server.get("/health") == 503)
     kept.request("POST", PATH, json.dumps(GREEDY), {"content-type": "application/json"})
@@ -291,7 +299,7 @@ def test_requests_that_do_not_end_in_time_are_told_so(served: Any, second: bool)
     if second:
         server.wait(lambda: server.get("/health") == 503)
         server.process.send_signal(signal.SIGINT)
-    assert server.end() == second and time.monotonic() - began < 15.0
+    assert server.end() == second and time.monotonic() - began < 50.0
     thread.join(LIMIT)
     told = b"".join(found)
     assert b"the server has shut down" in told and b'"code":"shutting_down"' in told and gone(pids) and empty(server)
@@ -321,12 +329,15 @@ def test_a_killed_engine_is_told_of_and_started_again(served: Any, tmp_path: Pat
 def test_two_front_ends_one_of_which_is_killed_and_then_both(served: Any):
     server = served("--workers", "2", "--max-num-seqs", "8").ready()
     engine, *fronts = server.children()
-    assert len(fronts) == 2 and all(answers_alone(server, one, other) for one, other in (fronts, fronts[::-1]))
-    streams = [stream(server, LONG | {"max_tokens": 300}) for _ in range(6)]
+    assert len(fronts) == 2 and all(answers_alone(server, other) for other in fronts)
+    streams = list[tuple[threading.Thread, list[bytes]]]()
+    for other in fronts:
+        with stopped(other):  # else chance says which of them takes a connection
+            streams += [stream(server, LONG | {"max_tokens": 300}) for _ in range(3)]
     os.kill(fronts[0], signal.SIGKILL)
     for thread, _ in streams:
         thread.join(LIMIT)
-    assert any(b"[DONE]" in b"".join(found) for _, found in streams)  # those of the other
+    assert all(b"[DONE]" in b"".join(found) for _, found in streams[:3])  # those of the other
     server.wait(lambda: len(server.children()) == 3 and fronts[0] not in server.children())
     assert {engine, fronts[1]} <= set(server.children())
     streams = [stream(server) for _ in range(6)]
@@ -348,12 +359,19 @@ def seconds_of(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def answers_alone(server: Served, one: int, other: int) -> bool:
-    os.kill(other, signal.SIGSTOP)
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """A process does nothing."""
+    os.kill(pid, signal.SIGSTOP)
     try:
-        return server.right()
+        yield
     finally:
-        os.kill(other, signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
+
+
+def answers_alone(server: Served, other: int) -> bool:
+    with stopped(other):
+        return server.right()
 
 
 @pytest.mark.long
@@ -395,9 +413,9 @@ def test_an_engine_of_two_ranks(served: Any, tmp_path: Path) -> None:
     assert len(ranks) == 1
     reader, _ = stream(server)
     os.kill(ranks[0], signal.SIGKILL)
-    reader.join(20)
+    reader.join(LIMIT)
     assert not reader.is_alive(), "the stream ends"
-    end = time.monotonic() + 30
+    end = time.monotonic() + LIMIT
     while not server.right():
         assert time.monotonic() < end, "the engine is started again"
         time.sleep(0.2)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -49,10 +48,9 @@ PROGRAM = """
 
 def run_ranks(program: str, size: int, *arguments: str) -> list[subprocess.CompletedProcess[str]]:
     """Run a program as `torchrun` starts it, without its supervision."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # a free port may be taken until the ranks run
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
+    place |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     started = [
         subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(program), *arguments],
@@ -63,7 +61,7 @@ def run_ranks(program: str, size: int, *arguments: str) -> list[subprocess.Compl
         )
         for rank in range(size)
     ]
-    ended = [process.communicate(timeout=120) for process in started]
+    ended = [process.communicate(timeout=600) for process in started]
     return [subprocess.CompletedProcess([], p.returncode, *told) for p, told in zip(started, ended, strict=True)]
 
 

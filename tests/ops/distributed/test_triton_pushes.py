@@ -207,7 +207,7 @@ def test_ranks_at_the_same_time(size: int, tmp_path: Path) -> None:
         for rank in range(size)
     ]  # fmt: skip
     try:
-        ended = [process.communicate(timeout=100) for process in started]
+        ended = [process.communicate(timeout=600) for process in started]
     finally:
         for process in started:
             process.kill()

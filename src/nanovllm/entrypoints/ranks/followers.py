@@ -23,7 +23,7 @@ from nanovllm.executor.distributed import left
 from nanovllm.state.lease import NEW_ENGINE, Lease
 
 TICK = 0.2  # seconds between two looks at all ranks
-GRACE = 3.0  # seconds for which a call that failed on one rank may go on on another
+GRACE = 10.0  # seconds for which a call that failed on one rank may go on on another
 ENDING = 2.0  # seconds in which a rank ends that was asked to
 SHOWN = 6  # last lines of a rank's stderr in an error
 
@@ -56,7 +56,7 @@ class Follower:
     def ended(self) -> str:
         """How the process has ended, with its last lines."""
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(1.0)
+            self.process.wait(5.0)
         code = self.process.returncode
         if code is None:
             how = "closed its connection"

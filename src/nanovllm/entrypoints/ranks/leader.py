@@ -20,7 +20,7 @@ from nanovllm.state.engine_state import EngineState
 
 R = TypeVar("R")
 QUEUED = frozenset(("submit", "submit_many", "cancel", "release", "step"))  # calls that no comparison follows by itself
-ASKED = 0.5  # seconds in which a rank tells why it could not start
+ASKED = 2.0  # seconds in which a rank tells why it could not start
 
 
 class Leader:

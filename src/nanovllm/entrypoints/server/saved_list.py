@@ -42,13 +42,14 @@ def listed(folder: Path, model: Model, kv_dtype: torch.dtype) -> dict[str, Any]:
         found = [*_files(folder, end)]
     except OSError as error:
         raise ChunkFileError(f"the chunk files could not be listed: {error.strerror or type(error).__name__}") from error
+    cut = time.monotonic() > end  # then a part of the folder may not have been read
     for saved, path, size in heapq.nlargest(MOST_LISTED, found):
         if time.monotonic() > end:
             break
         seen += 1
         if (entry := _described(path, size, int(saved), model, kv_dtype)) is not None:
             data.append(entry)
-    return {"object": "list", "data": data, "has_more": seen < len(found) or time.monotonic() > end}
+    return {"object": "list", "data": data, "has_more": cut or seen < len(found)}
 
 
 def _files(folder: Path, end: float) -> Iterator[tuple[float, Path, int]]:

@@ -44,13 +44,13 @@ def test_the_end_of_all_rows_is_in_the_mean_of_host_time_alone(monkeypatch: pyte
     def slow_at_the_end(model: nv.Model, state: nv.EngineState) -> tuple[nv.EngineState, list[nv.StepOutput]]:
         after, outs = nv.step(model, state)
         if state.running and not after.running:
-            time.sleep(1.4)
+            time.sleep(4.2)
         return after, outs
 
     monkeypatch.setattr(stopwatch, "step", slow_at_the_end)
     _, figures = host_time(MODEL, nv.init_state(MODEL, num_pages=64), 2, steps=20)
-    assert figures["b2_host_mean_us"] > 45e3  # a 28th of it
-    assert figures["b2_host_us"] < 20e3 and figures["b2_step_us"] < 40e3
+    assert figures["b2_host_mean_us"] > 135e3  # a 28th of it
+    assert figures["b2_host_us"] < 60e3 and figures["b2_step_us"] < 110e3
 
 
 @pytest.fixture(scope="module")
@@ -94,13 +94,13 @@ def test_the_figures_of_a_chat_add_up(chats: dict[str, Any]) -> None:
 
 
 def seconds(num_pages: int, served: int = 0) -> float:
-    """How long two requests take in a pool of this size, after others."""
+    """The time that two requests take of this thread in a pool of this size, after others."""
     engine, _ = HOST["engine_of"](num_pages)
     for place in range(0, served, 32):
         engine.generate([[1 + place + i, 5] for i in range(32)], [1] * 32)
-    start = time.perf_counter()
+    start = time.thread_time()
     engine.generate([[3] * 40, [4] * 40], [100, 90])
-    return time.perf_counter() - start
+    return time.thread_time() - start
 
 
 @pytest.mark.parametrize(("small", "large"), [((64,), (2_000_000,)), ((4096,), (4096, 320))], ids=["pool", "served"])
