@@ -222,7 +222,7 @@ def forward(
     if layer is None and kv is not None and cpu.serves(params, kv, batch, config):
         choice = all_fast(config) if fast is None else fast
         if choice.whole and batch.logit_indices is None and all(asked is None for asked in hidden.values()):
-            return cpu.forward(params, kv, batch, config)
+            return cpu.forward(params, kv, batch, config)[0], kv
         chosen, head = by_layer(cpu.decode_layer, spec.layer, choice.layers), cpu.head if choice.head else spec.head
         return decoder.forward(params, kv, batch, config, layer=chosen, head=head, **hidden)
     return spec.forward(params, kv, batch, config, layer=layer, **hidden)
