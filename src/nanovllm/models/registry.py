@@ -15,7 +15,7 @@ from nanovllm.models.common.batch import Batch
 from nanovllm.models.common.decoder import KV
 from nanovllm.models.common.params import Params
 from nanovllm.models.fast import cpu
-from nanovllm.models.fast.choice import FastChoice, by_layer
+from nanovllm.models.fast.choice import FastChoice, all_fast, by_layer
 from nanovllm.models.spec import ModelSpec
 from nanovllm.ops.backends import FLASHINFER_HEAD_DIMS, attention_backend
 from nanovllm.types import Float, Tensor
@@ -220,8 +220,9 @@ def forward(
         return fallback.forward(params, fallback.require_supported(kv, **hidden), batch, config)[0], kv
     spec = REGISTRY[config.architecture]
     if layer is None and kv is not None and cpu.serves(params, kv, batch, config):
-        if fast is None:
-            return decoder.forward(params, kv, batch, config, layer=cpu.decode_layer, head=cpu.head, **hidden)
-        chosen = by_layer(cpu.decode_layer, spec.layer, fast.layers)
-        return decoder.forward(params, kv, batch, config, layer=chosen, head=cpu.head if fast.head else spec.head, **hidden)
+        choice = all_fast(config) if fast is None else fast
+        if choice.whole and batch.logit_indices is None and all(asked is None for asked in hidden.values()):
+            return cpu.forward(params, kv, batch, config)[0], kv
+        chosen, head = by_layer(cpu.decode_layer, spec.layer, choice.layers), cpu.head if choice.head else spec.head
+        return decoder.forward(params, kv, batch, config, layer=chosen, head=head, **hidden)
     return spec.forward(params, kv, batch, config, layer=layer, **hidden)

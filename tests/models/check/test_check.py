@@ -5,6 +5,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from nanovllm.models.check.compare import Compared, Errors, compare, error_bound
 from nanovllm.models.check.examine import CUT_ROWS, MOST_ROWS, START_ROWS, choose, cut_rows, examine, warning
 from nanovllm.models.check.report import chosen
 from nanovllm.models.check.sample_text import sample_tokens
-from nanovllm.models.common import layers
+from nanovllm.models.common import decoder, layers
 from nanovllm.models.common.batch import Batch
 from nanovllm.models.common.params import two_of_each
 from nanovllm.models.fast import cpu, fused
@@ -459,7 +460,9 @@ def test_wrong_layers_fall_back_and_the_replies_are_the_plain_ones(indices: tupl
     model = extreme(small(std=0.2))
     plain = replies(model, compile=False)
     assert warned(model, check=True) == []
-    monkeypatch.setattr(cpu, "decode_layer", planted(model, forgets_q_norm, *indices))
+    wrong_layer = planted(model, forgets_q_norm, *indices)
+    monkeypatch.setattr(cpu, "decode_layer", wrong_layer)
+    monkeypatch.setattr(cpu, "forward", partial(decoder.forward, layer=wrong_layer, head=C_HEAD))
     wrong = replies(model)
     assert [g.token_ids for g in wrong] != [g.token_ids for g in plain]
     which = f"layers? {', '.join(map(str, indices))}"

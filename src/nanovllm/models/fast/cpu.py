@@ -1,43 +1,42 @@
-"""A decode step on a CPU: one C call per layer and one for the head (`ops/cpu/kernels.c`), in place of dozens of small ops.
+"""A decode step on a CPU: one call of C (`ops/cpu/kernels.c`) for all layers and the head, in place of dozens of small ops per layer.
 
-The functions replace a model's `layer` and `layers.head`, and agree with them within rounding. The bits of a row do not depend on the
-other rows. Matrices may be quantised, and KV may be in FP8.
+`forward` runs a step. `decode_layer` and `head`, its parts with the same bits, replace a model's `layer` and `layers.head`, and agree with
+them within rounding. The bits of a row do not depend on the other rows. Matrices may be quantised, and KV may be in FP8.
 """
 
 import ctypes
 import functools
+from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from nanovllm.config import ModelConfig
+from nanovllm.models.common import decoder, layers
 from nanovllm.models.common.batch import Batch
 from nanovllm.models.common.params import Layer, Params, matrices
 from nanovllm.models.fast.choice import beyond
 from nanovllm.ops.cpu.build import library
 from nanovllm.ops.cpu.native import DTYPES, SOURCE, SYMBOLS, Matrix, functions
 from nanovllm.ops.kv_cache.fp8 import FP8, head_dim_of, in_fp8
-from nanovllm.ops.linear.cpu_product import as_struct, cells, unsupported
+from nanovllm.ops.linear.cpu_product import address, cells, fields, unsupported
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.state.kv_cache import KVState
 from nanovllm.types import Float, Float32, Tensor
 
-__all__ = ("DTYPES", "SOURCE", "SYMBOLS", "decode_layer", "head", "serves", "unknown")
-POINTERS = (
-    "x", "input_norm", "qkv_bias", "q_norm", "k_norm", "o_bias", "post_norm", "gate_up_bias", "down_bias",
-    "cos", "sin", "tables", "seq_lens", "slots", "pages", "scratch", "cells", "out",
-)  # fmt: skip
-MATRICES = ("qkv", "o", "gate_up", "down")
-SIZES = ("B", "M", "H", "K", "D", "F", "width", "num_pages", "page_size", "threads", "bf16", "fp8", "window")
+__all__ = ("DTYPES", "SOURCE", "SYMBOLS", "decode_layer", "forward", "head", "serves", "unknown")
+SIZES = ("B", "M", "H", "K", "D", "V", "page_size", "threads", "bf16", "fp8")
+VIEW, LAYER = 7, 11 + 4 * len(Matrix._fields_)  # numbers of `struct view` and `struct layer`, of 8 bytes each
 
 
-class LayerArgs(ctypes.Structure):
-    """`struct layer_args` of the C file. The fields must have the same order and types."""
+class Step(ctypes.Structure):
+    """`struct step` of the C file. The fields must have the same order and types."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in POINTERS),
-        *((name, Matrix) for name in MATRICES),
+        *((name, ctypes.c_void_p) for name in ("x", "seq_lens", "scratch", "cells", "out", "final_norm", "logits")),
+        ("head", Matrix),
         *((name, ctypes.c_int64) for name in SIZES),
         *((name, ctypes.c_float) for name in ("eps", "scale", "softcap")),
     )
@@ -55,7 +54,8 @@ def serves(params: Params[Tensor], kv: KVState, batch: Batch, config: ModelConfi
         and embed.device.type == pages.device.type == batch.input_ids.device.type == "cpu"
         and embed.dtype in DTYPES
         and pages.dtype in (embed.dtype, FP8)
-        and pages.is_contiguous()
+        and batch.page_tables.shape[1] > 0
+        and all(pool.is_contiguous() for pool in kv.pools)
         and type(batch.input_ids) is type(pages) is Tensor
         and not unknown(params, config)
         and not _traced()
@@ -95,6 +95,21 @@ def _traced() -> bool:
     )
 
 
+def forward(params: Params[Tensor], kv: KVState, batch: Batch, config: ModelConfig) -> tuple[Float[Tensor, "B V"], KVState]:
+    """Donates `kv`. Run a step that these functions serve, as `decoder.forward` does. Returns the logits of all rows, and the KV state.
+
+    Raises:
+        TypeError: A weight has another dtype than the activations. Nothing was written.
+        IndexError: A slot or a page table points outside its pool. Nothing was written.
+    """
+    given = layers.given_each(params, batch, config, layers.PLAIN)
+
+    def layers_and_head(x: Tensor, gain: Tensor, weight: Tensor | QuantisedMatrix, _: float) -> Tensor:
+        return _run(params.layers, x, kv.pools, config.places, given, config, (gain, weight))
+
+    return decoder.logits(layers_and_head, layers.embed(params, batch, config), params, config), kv
+
+
 def decode_layer(
     w: Layer[Tensor],
     x: Float[Tensor, "B M"],
@@ -107,81 +122,137 @@ def decode_layer(
 ) -> Float[Tensor, "B M"]:
     """Donates `pages`. One decoder layer with the signature of a model's `layer`; writes k and v of layer `index` into `pages`.
 
-    Raises:
-        TypeError: A weight has another dtype than the activations.
-        IndexError: A slot or a page table points outside the pool. Nothing was written.
+    Raises what `forward` raises.
     """
-    (num_rows, hidden_size), (_, num_pages, _, num_kv_heads, page_size, _) = x.shape, pages.shape
-    head_dim = head_dim_of(pages)
-    assert w.gate_up is not None and w.down is not None
-    products = (w.qkv, w.o, w.gate_up, w.down)
-    heads_dim, intermediate = config.num_heads * head_dim, w.down.columns if isinstance(w.down, QuantisedMatrix) else w.down.shape[1]
-    width, threads = batch.page_tables.shape[1], torch.get_num_threads()
-    group = config.num_heads // num_kv_heads
-    a_row = 2 * hidden_size + heads_dim + 2 * num_kv_heads * head_dim + heads_dim + 3 * intermediate
-    a_thread = group * width * page_size + (group + 1) * head_dim
-    scratch = torch.empty(num_rows * a_row + threads * a_thread, dtype=torch.float32, device="cpu")
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    room = cells(num_rows, *products)
-    weights = (x, w.input_norm, w.qkv_bias, w.q_norm, w.k_norm, w.o_bias, w.post_norm, w.gate_up_bias, w.down_bias)
-    memory = [
-        *(_memory(tensor, x.dtype) for tensor in weights),
-        *(tensor.to(torch.float32).contiguous() for tensor in (cos, sin)),
-        *(tensor.to(torch.int32).contiguous() for tensor in (batch.page_tables, batch.seq_lens, batch.slots)),
-    ]
-    if not len(batch.page_tables) == len(batch.seq_lens) == len(batch.slots) == len(cos) == num_rows:
-        raise IndexError(f"{num_rows} rows, but seq_lens {tuple(batch.seq_lens.shape)} and slots {tuple(batch.slots.shape)}")
-    structs = [_matrix(product, x.dtype) for product in products]
-    args = LayerArgs(
-        *(None if tensor is None else tensor.data_ptr() for tensor in memory),
-        pages[index].data_ptr(), scratch.data_ptr(), room.data_ptr(), out.data_ptr(), *(struct for struct, _ in structs),
-        num_rows, hidden_size, config.num_heads, num_kv_heads, head_dim, intermediate, width, num_pages, page_size, threads,
-        x.dtype == torch.bfloat16, in_fp8(pages), batch.window, config.rms_norm_eps, config.scale, config.attention_softcap,
-    )  # fmt: skip
-    if _functions().nanovllm_layer(ctypes.byref(args)):
-        raise IndexError(
-            f"slots {batch.slots.tolist()}, seq_lens {batch.seq_lens.tolist()} or page tables {batch.page_tables.tolist()} point outside "
-            f"{num_pages} pages of {page_size} tokens"
-        )
-    return out
+    return _run((w,), x, (pages,), ((0, index),), ((cos, sin, batch),), config)
 
 
 def head(
     x: Float[Tensor, "R M"], gain: Float[Tensor, "M"], weight: Float[Tensor, "V M"] | QuantisedMatrix, eps: float
 ) -> Float[Tensor, "R V"]:
     """The final norm and the logits, as `layers.head` computes them."""
-    (num_rows, hidden_size), vocab_size = x.shape, weight.shape[0]
-    scratch, out = torch.empty(num_rows * hidden_size, dtype=torch.float32, device="cpu"), x.new_empty(num_rows, vocab_size)
-    room, (struct, kept) = cells(num_rows, weight), _matrix(weight, x.dtype)
-    rows, gains = _memory(x, x.dtype), _memory(gain, x.dtype)
-    assert rows is not None and gains is not None and kept
-    _functions().nanovllm_head(
-        ctypes.c_void_p(rows.data_ptr()), ctypes.c_void_p(gains.data_ptr()), ctypes.byref(struct),
-        *(ctypes.c_void_p(tensor.data_ptr()) for tensor in (out, scratch, room)),
-        *map(ctypes.c_int64, (num_rows, hidden_size, vocab_size, x.dtype == torch.bfloat16, torch.get_num_threads())),
-        ctypes.c_float(eps),
+    (num_rows, hidden_size), kept = x.shape, list[Tensor]()
+    scratch, room = torch.empty(num_rows * hidden_size, dtype=torch.float32, device="cpu"), cells(num_rows, weight)
+    step = Step(
+        x=_vector(x, x.dtype, kept), scratch=scratch.data_ptr(), cells=room.data_ptr(), B=num_rows, M=hidden_size,
+        threads=torch.get_num_threads(), bf16=x.dtype == torch.bfloat16, eps=eps,
     )  # fmt: skip
-    return out
+    logits = _add_head(step, x, gain, weight, kept)
+    _functions().nanovllm_step(ctypes.byref(step), None, ctypes.c_int64(0), None, ctypes.c_int64(0))
+    return logits
 
 
-def _memory(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """The tensor in contiguous memory, as C reads it. Raises `TypeError` for another dtype."""
-    if tensor is None:
-        return None
+def _run(
+    weights: Sequence[Layer[Tensor]],
+    x: Tensor,
+    pools: Sequence[Tensor],
+    places: Sequence[tuple[int, int]],
+    given: Sequence[tuple[Tensor, Tensor, Batch]],
+    config: ModelConfig,
+    last: tuple[Tensor, Tensor | QuantisedMatrix] | None = None,
+) -> Tensor:
+    """Donates `pools`. Run layers one after another, and the final norm and the head if their weights are given, in one call of C.
+
+    All addresses are read anew, because a weight may have other memory at the next step. They are read in one pass: after a call of C
+    little of what Python needs is in the processor's caches.
+
+    Args:
+        weights: The weights of the layers.
+        x: The input of the first layer.
+        pools: The KV memory.
+        places: For each layer, its pool and its index in the pool.
+        given: For each layer, what `layers.given_each` gives it.
+        config: The model's config.
+        last: The gain of the final norm and the matrix of the head; None if they do not run.
+
+    Returns:
+        The logits, or without a head the output of the last layer.
+    """
+    (num_rows, hidden_size), dtype, kept = x.shape, x.dtype, list[Tensor]()
+    (num_kv_heads, page_size), head_dim, threads = pools[0].shape[3:5], head_dim_of(pools[0]), torch.get_num_threads()
+    starts = [(pool.data_ptr(), pool.stride(0) * pool.element_size()) for pool in pools]
+    of_views, of_layers, widest = array("q"), array("q"), 0
+    views: dict[int, tuple[int, Batch]] = {}  # by window: the view's number, and what its layers are given
+    for w, (pool, index), (cos, sin, batch) in zip(weights, places, given, strict=False):
+        if batch.window not in views:
+            views[batch.window] = len(views), batch
+            of_views.extend(_view(cos, sin, batch, num_rows, pools[pool].shape[1], kept))
+        (start, size), (view, _) = starts[pool], views[batch.window]
+        of_layers.extend(_layer(w, start + index * size, view, dtype, kept))
+        widest = max(widest, of_layers[-2])
+    batch, group = given[0][2], config.num_heads // num_kv_heads
+    a_row = 2 * hidden_size + 2 * (config.num_heads + num_kv_heads) * head_dim + 3 * widest
+    a_thread = group * max(view.page_tables.shape[1] for _, view in views.values()) * page_size + (group + 1) * head_dim
+    scratch = torch.empty(num_rows * a_row + threads * a_thread, dtype=torch.float32, device="cpu")
+    room = cells(num_rows, *(matrix for w in weights for matrix in matrices(w)), *(() if last is None else last[1:]))
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    step = Step(
+        x=_vector(x, dtype, kept), seq_lens=_converted(batch.seq_lens, torch.int32, kept), scratch=scratch.data_ptr(),
+        cells=room.data_ptr(), out=out.data_ptr(), B=num_rows, M=hidden_size, H=config.num_heads, K=num_kv_heads, D=head_dim,
+        page_size=page_size, threads=threads, bf16=dtype == torch.bfloat16, fp8=in_fp8(pools[0]), eps=config.rms_norm_eps,
+        scale=config.scale, softcap=config.attention_softcap,
+    )  # fmt: skip
+    result = out if last is None else _add_head(step, x, *last, kept)
+    wrong = _functions().nanovllm_step(
+        ctypes.byref(step),
+        ctypes.c_void_p(of_views.buffer_info()[0]), ctypes.c_int64(len(of_views) // VIEW),
+        ctypes.c_void_p(of_layers.buffer_info()[0]), ctypes.c_int64(len(of_layers) // LAYER),
+    )  # fmt: skip
+    if wrong:
+        _, batch = list(views.values())[wrong - 1]
+        raise IndexError(
+            f"slots {batch.slots.tolist()}, seq_lens {batch.seq_lens.tolist()} or page tables {batch.page_tables.tolist()} point outside "
+            f"{of_views[VIEW * wrong - 2]} pages of {page_size} tokens"
+        )
+    return result
+
+
+def _view(cos: Tensor, sin: Tensor, batch: Batch, num_rows: int, num_pages: int, kept: list[Tensor]) -> tuple[int, ...]:
+    """The numbers of `struct view`. Raises `IndexError` for another number of rows."""
+    tables, slots = batch.page_tables, batch.slots
+    if not len(tables) == len(batch.seq_lens) == len(slots) == len(cos) == num_rows:
+        raise IndexError(f"{num_rows} rows, but seq_lens {tuple(batch.seq_lens.shape)} and slots {tuple(slots.shape)}")
+    floats = (_converted(tensor, torch.float32, kept) for tensor in (cos, sin))
+    return *floats, *(_converted(tensor, torch.int32, kept) for tensor in (tables, slots)), tables.shape[1], num_pages, batch.window
+
+
+def _layer(w: Layer[Tensor], pages: int, view: int, dtype: torch.dtype, kept: list[Tensor]) -> tuple[int, ...]:
+    """The numbers of `struct layer`."""
+    assert w.gate_up is not None and w.down is not None
+    vectors = (w.input_norm, w.qkv_bias, w.q_norm, w.k_norm, w.o_bias, w.post_norm, w.gate_up_bias, w.down_bias)
+    addresses = [0 if vector is None else _vector(vector, dtype, kept) for vector in vectors]
+    qkv, o, gate_up, down = [_matrix(matrix, dtype, kept) for matrix in (w.qkv, w.o, w.gate_up, w.down)]
+    return *addresses, pages, *qkv, *o, *gate_up, *down, w.down.shape[1], view
+
+
+def _add_head(step: Step, x: Tensor, gain: Tensor, weight: Tensor | QuantisedMatrix, kept: list[Tensor]) -> Tensor:
+    """Make the head a part of the step. Returns the memory of its logits."""
+    logits = x.new_empty(x.shape[0], weight.shape[0])
+    step.final_norm, step.head = _vector(gain, x.dtype, kept), Matrix(*_matrix(weight, x.dtype, kept))
+    step.logits, step.V = logits.data_ptr(), weight.shape[0]
+    return logits
+
+
+def _matrix(weight: Tensor | QuantisedMatrix, dtype: torch.dtype, kept: list[Tensor]) -> tuple[int, ...]:
+    """The fields of `Matrix`."""
+    return fields(weight, kept) if isinstance(weight, QuantisedMatrix) else (_vector(weight, dtype, kept), 0, 0, 0, 0, 0, 0, 0)
+
+
+def _vector(tensor: Tensor, dtype: torch.dtype, kept: list[Tensor]) -> int:
+    """The tensor's address, as `address` gives it. Raises `TypeError` for another dtype."""
     if tensor.dtype != dtype:
         raise TypeError(f"a weight is {tensor.dtype} and the activations are {dtype}; both must have the same dtype")
-    return tensor.contiguous()
+    return address(tensor, kept)
 
 
-def _matrix(weight: Tensor | QuantisedMatrix, dtype: torch.dtype) -> tuple[Matrix, tuple[Tensor, ...]]:
-    """A matrix as C reads it, and the tensors that must outlive the call. Raises `TypeError` for another dtype of plain weights."""
-    if not isinstance(weight, QuantisedMatrix) and weight.dtype != dtype:
-        raise TypeError(f"a weight is {weight.dtype} and the activations are {dtype}; both must have the same dtype")
-    return as_struct(weight)
+def _converted(tensor: Tensor, dtype: torch.dtype, kept: list[Tensor]) -> int:
+    """The address of the tensor's numbers in `dtype`, in contiguous memory that `kept` keeps."""
+    kept.append(tensor.to(dtype).contiguous())
+    return kept[-1].data_ptr()
 
 
 @functools.cache
 def _functions() -> ctypes.CDLL:
     compiled = functions()
-    assert compiled.nanovllm_layer_args_size() == ctypes.sizeof(LayerArgs)
+    assert compiled.nanovllm_structs_size() == ctypes.sizeof(Step) + 8 * (VIEW + LAYER)
     return compiled

@@ -1,4 +1,4 @@
-// The decode step on a CPU: a whole decoder layer for a batch of single tokens, and the head. Plain C with GCC's vector extension.
+// The decode step on a CPU: the layers of a decoder for a batch of single tokens, and the head. Plain C with GCC's vector extension.
 //
 // A row's bits depend on no other row, on no number of rows and of threads: every dot product runs down its K in LANES lanes with one
 // accumulator each and adds the lanes in a fixed tree; every row and every key/value head of a row is one thread's work.
@@ -49,92 +49,105 @@ INLINE void multiply(const float *x, int64_t T, int64_t K, const struct matrix *
     else quantised_matmul(x, T, K, w, N, t, cells, 0, bf16);
 }
 
-// The fields of `LayerArgs` in cpu.py, in its order. x, out [B, M]; cos, sin [B, D] float32; matrices [out, in]; absent ones are null.
-// scratch: B * (2 M + X + H D + 3 F) + threads * (G * width * page_size + (G + 1) * D) floats; X = (H + 2K) D, G = H / K. cells: as many as the
-// widest quantised matrix needs, on a border of 64 bytes.
-struct layer_args {
-    const void *x, *input_norm, *qkv_bias, *q_norm, *k_norm, *o_bias, *post_norm, *gate_up_bias, *down_bias;
-    const float *cos, *sin;
-    const int32_t *tables, *seq_lens, *slots;
-    char *pages;
+// The fields of `Step`, and the numbers that `_run` writes for views and layers, in cpu.py, in their order. x, out [B, M]; logits [B, V];
+// cos, sin [B, D] float32; matrices [out, in]; absent ones are null. scratch: B * (2 M + X + H D + 3 F) + threads * (G * width * page_size +
+// (G + 1) * D) floats; X = (H + 2K) D, G = H / K, F and width the largest; B * M without layers. cells: as many as the widest quantised matrix
+// needs, on a border of 64 bytes.
+struct step {
+    const void *x;
+    const int32_t *seq_lens;
     float *scratch;
     struct cell *cells;
     void *out;
-    struct matrix qkv, o, gate_up, down;
-    int64_t B, M, H, K, D, F, width, num_pages, page_size, threads, bf16, fp8, window;
+    const void *final_norm;
+    void *logits;
+    struct matrix head;
+    int64_t B, M, H, K, D, V, page_size, threads, bf16, fp8;
     float eps, scale, softcap;
 };
 
-INLINE void layer(const struct layer_args *a, int bf16, int type) {
-    const int64_t B = a->B, M = a->M, D = a->D, F = a->F, G = a->H / a->K, X = (a->H + 2 * a->K) * D, HD = a->H * D;
-    const int64_t a_thread = G * a->width * a->page_size + (G + 1) * D;
-    const struct pages pages = {a->pages, a->tables, a->seq_lens, a->width, a->page_size, a->K, D};
-    const struct limits limits = {a->scale, a->softcap, a->window};
-    float *hidden = a->scratch, *heads = hidden + B * M, *mixed = heads + B * X, *wide = mixed + B * HD, *gated = wide + B * 2 * F;
+// What the layers with one window share.
+struct view {
+    const float *cos, *sin;
+    const int32_t *tables, *slots;
+    int64_t width, num_pages, window;
+};
+
+struct layer {
+    const void *input_norm, *qkv_bias, *q_norm, *k_norm, *o_bias, *post_norm, *gate_up_bias, *down_bias;
+    char *pages;
+    struct matrix qkv, o, gate_up, down;
+    int64_t F, view;
+};
+
+// One layer: `out` of its input `x`, which may be the same memory. Called by all threads of a parallel region.
+INLINE void layer(const struct step *s, const struct view *v, const struct layer *a, const void *x, int bf16, int type) {
+    const int64_t B = s->B, M = s->M, D = s->D, F = a->F, G = s->H / s->K, X = (s->H + 2 * s->K) * D, HD = s->H * D;
+    const int64_t a_thread = G * v->width * s->page_size + (G + 1) * D;
+    const struct pages pages = {a->pages, v->tables, s->seq_lens, v->width, s->page_size, s->K, D};
+    const struct limits limits = {s->scale, s->softcap, v->window};
+    float *hidden = s->scratch, *heads = hidden + B * M, *mixed = heads + B * X, *wide = mixed + B * HD, *gated = wide + B * 2 * F;
     float *middle = gated + B * F, *own = middle + B * M;
-#pragma omp parallel num_threads(a->threads)
-    {
 #pragma omp for schedule(static)
-        for (int64_t b = 0; b < B; b++) rms_norm(a->x, b * M, a->input_norm, hidden + b * M, M, a->eps, bf16, bf16);
-        multiply(hidden, B, M, &a->qkv, X, (struct target){a->qkv_bias, 0, heads, 0, 0}, a->cells, bf16);
+    for (int64_t b = 0; b < B; b++) rms_norm(x, b * M, a->input_norm, hidden + b * M, M, s->eps, bf16, bf16);
+    multiply(hidden, B, M, &a->qkv, X, (struct target){a->qkv_bias, 0, heads, 0, 0}, s->cells, bf16);
 #pragma omp for schedule(static)  // all keys and values are written before any row attends, as the ops do it
-        for (int64_t task = 0; task < B * a->K; task++) {
-            int64_t b = task / a->K, head = task % a->K, page = a->slots[b] / a->page_size, slot = a->slots[b] % a->page_size;
-            float *k = heads + b * X + HD + head * D, *v = k + a->K * D, *scratch = own + THREAD * a_thread;
-            norm_and_turn(k, a->k_norm, a->cos + b * D, a->sin + b * D, D, a->eps, bf16, scratch);
-            write_head(k, pages, block_of(pages, page, KEYS, head, type), slot, bf16, type);
-            write_head(v, pages, block_of(pages, page, VALUES, head, type), slot, bf16, type);
-        }
-#pragma omp for schedule(static)
-        for (int64_t task = 0; task < B * a->K; task++) {
-            int64_t b = task / a->K, head = task % a->K;
-            float *q = heads + b * X + head * G * D, *scratch = own + THREAD * a_thread;
-            for (int64_t g = 0; g < G; g++) norm_and_turn(q + g * D, a->q_norm, a->cos + b * D, a->sin + b * D, D, a->eps, bf16, scratch);
-            attend(q, G, pages, b, head, limits, scratch + G * D, scratch, type);
-            memcpy(mixed + b * HD + head * G * D, q, G * D * sizeof *q);
-        }
-        multiply(mixed, B, HD, &a->o, M, (struct target){a->o_bias, a->x, middle, bf16, 0}, a->cells, bf16);
-#pragma omp for schedule(static)
-        for (int64_t b = 0; b < B; b++) rms_norm(middle, b * M, a->post_norm, hidden + b * M, M, a->eps, 0, bf16);
-        multiply(hidden, B, M, &a->gate_up, 2 * F, (struct target){a->gate_up_bias, 0, wide, 0, 0}, a->cells, bf16);
-#pragma omp for schedule(static)
-        for (int64_t b = 0; b < B; b++)
-            for (int64_t f = 0; f < F; f++) gated[b * F + f] = silu(wide[b * 2 * F + f]) * wide[b * 2 * F + F + f];
-        multiply(gated, B, F, &a->down, M, (struct target){a->down_bias, middle, a->out, 0, bf16}, a->cells, bf16);
+    for (int64_t task = 0; task < B * s->K; task++) {
+        int64_t b = task / s->K, head = task % s->K, page = v->slots[b] / s->page_size, slot = v->slots[b] % s->page_size;
+        float *k = heads + b * X + HD + head * D, *value = k + s->K * D, *scratch = own + THREAD * a_thread;
+        norm_and_turn(k, a->k_norm, v->cos + b * D, v->sin + b * D, D, s->eps, bf16, scratch);
+        write_head(k, pages, block_of(pages, page, KEYS, head, type), slot, bf16, type);
+        write_head(value, pages, block_of(pages, page, VALUES, head, type), slot, bf16, type);
     }
+#pragma omp for schedule(static)
+    for (int64_t task = 0; task < B * s->K; task++) {
+        int64_t b = task / s->K, head = task % s->K;
+        float *q = heads + b * X + head * G * D, *scratch = own + THREAD * a_thread;
+        for (int64_t g = 0; g < G; g++) norm_and_turn(q + g * D, a->q_norm, v->cos + b * D, v->sin + b * D, D, s->eps, bf16, scratch);
+        attend(q, G, pages, b, head, limits, scratch + G * D, scratch, type);
+        memcpy(mixed + b * HD + head * G * D, q, G * D * sizeof *q);
+    }
+    multiply(mixed, B, HD, &a->o, M, (struct target){a->o_bias, x, middle, bf16, 0}, s->cells, bf16);
+#pragma omp for schedule(static)
+    for (int64_t b = 0; b < B; b++) rms_norm(middle, b * M, a->post_norm, hidden + b * M, M, s->eps, 0, bf16);
+    multiply(hidden, B, M, &a->gate_up, 2 * F, (struct target){a->gate_up_bias, 0, wide, 0, 0}, s->cells, bf16);
+#pragma omp for schedule(static)
+    for (int64_t b = 0; b < B; b++)
+        for (int64_t f = 0; f < F; f++) gated[b * F + f] = silu(wide[b * 2 * F + f]) * wide[b * 2 * F + F + f];
+    multiply(gated, B, F, &a->down, M, (struct target){a->down_bias, middle, s->out, 0, bf16}, s->cells, bf16);
 }
 
-// Writes k and v of B tokens into one layer's pages and computes `out`. -1, and nothing is written, where a slot or a page table is wrong.
-int nanovllm_layer(const struct layer_args *a) {
-    for (int64_t b = 0; b < a->B; b++) {
-        int64_t count = (a->seq_lens[b] + a->page_size - 1) / a->page_size;
-        if (a->seq_lens[b] < 1 || count > a->width || a->slots[b] < 0 || a->slots[b] >= a->num_pages * a->page_size) return -1;
-        for (int64_t p = 0; p < count; p++)
-            if (a->tables[b * a->width + p] < 0 || a->tables[b * a->width + p] >= a->num_pages) return -1;
-    }
-    if (a->fp8 && a->bf16) layer(a, 1, KV_FP8);
-    else if (a->fp8) layer(a, 0, KV_FP8);
-    else if (a->bf16) layer(a, 1, KV_BFLOAT16);
-    else layer(a, 0, KV_FLOAT32);
-    return 0;
-}
-
-INLINE void head(const void *x, const void *gain, const struct matrix *w, void *out, float *scratch, struct cell *cells, int64_t R, int64_t M,
-                 int64_t V, float eps, int bf16, int64_t threads) {
-    (void)threads;  // without OpenMP
-#pragma omp parallel num_threads(threads)
+INLINE void run(const struct step *s, const struct view *views, const struct layer *layers, int64_t count, int bf16, int type) {
+    const int64_t B = s->B, M = s->M;
+#pragma omp parallel num_threads(s->threads)
     {
+        const void *x = s->x;
+        for (const struct layer *a = layers; a < layers + count; a++, x = s->out) layer(s, &views[a->view], a, x, bf16, type);
+        if (s->V) {
 #pragma omp for schedule(static)
-        for (int64_t r = 0; r < R; r++) rms_norm(x, r * M, gain, scratch + r * M, M, eps, bf16, bf16);
-        multiply(scratch, R, M, w, V, (struct target){0, 0, out, 0, bf16}, cells, bf16);
+            for (int64_t b = 0; b < B; b++) rms_norm(x, b * M, s->final_norm, s->scratch + b * M, M, s->eps, bf16, bf16);
+            multiply(s->scratch, B, M, &s->head, s->V, (struct target){0, 0, s->logits, 0, bf16}, s->cells, bf16);
+        }
     }
 }
 
-// out[R, V] = rms_norm(x)[R, M] @ w[V, M]^T; scratch: R * M floats.
-void nanovllm_head(const void *x, const void *gain, const struct matrix *w, void *out, float *scratch, struct cell *cells, int64_t R, int64_t M,
-                   int64_t V, int64_t bf16, int64_t threads, float eps) {
-    if (bf16) head(x, gain, w, out, scratch, cells, R, M, V, eps, 1, threads);
-    else head(x, gain, w, out, scratch, cells, R, M, V, eps, 0, threads);
+// Writes k and v of B tokens into the pages of `count` layers, which read one another's outputs, and computes `out` of the last; with V != 0 also
+// the final norm and the logits of that, or of x without layers. 0; or 1 + the view of which a slot or a page table is wrong, and nothing is
+// written.
+int nanovllm_step(const struct step *s, const struct view *views, int64_t num_views, const struct layer *layers, int64_t count) {
+    for (int64_t i = 0; i < num_views; i++)
+        for (int64_t b = 0; b < s->B; b++) {
+            const struct view *v = &views[i];
+            int64_t pages = (s->seq_lens[b] + s->page_size - 1) / s->page_size;
+            if (s->seq_lens[b] < 1 || pages > v->width || v->slots[b] < 0 || v->slots[b] >= v->num_pages * s->page_size) return 1 + (int)i;
+            for (int64_t p = 0; p < pages; p++)
+                if (v->tables[b * v->width + p] < 0 || v->tables[b * v->width + p] >= v->num_pages) return 1 + (int)i;
+        }
+    if (s->fp8 && s->bf16) run(s, views, layers, count, 1, KV_FP8);
+    else if (s->fp8) run(s, views, layers, count, 0, KV_FP8);
+    else if (s->bf16) run(s, views, layers, count, 1, KV_BFLOAT16);
+    else run(s, views, layers, count, 0, KV_FLOAT32);
+    return 0;
 }
 
 // out[T, N] = x[T, K] @ w[N, K]^T + bias for a quantised matrix; x, bias and out are bfloat16 or float32.
@@ -146,5 +159,5 @@ void nanovllm_quantised_linear(const void *x, const struct matrix *w, const void
 }
 
 // So that the caller can see that both sides mean the same by the structs.
-int64_t nanovllm_layer_args_size(void) { return sizeof(struct layer_args); }
+int64_t nanovllm_structs_size(void) { return sizeof(struct step) + sizeof(struct view) + sizeof(struct layer); }
 int64_t nanovllm_cell_size(void) { return sizeof(struct cell); }

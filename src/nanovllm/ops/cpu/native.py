@@ -9,7 +9,7 @@ import torch
 from nanovllm.ops.cpu.build import library
 
 SOURCE = Path(__file__).parent / "kernels.c"
-SYMBOLS = ("nanovllm_layer", "nanovllm_head", "nanovllm_quantised_linear", "nanovllm_layer_args_size", "nanovllm_cell_size")
+SYMBOLS = ("nanovllm_step", "nanovllm_quantised_linear", "nanovllm_structs_size", "nanovllm_cell_size")
 DTYPES = (torch.float32, torch.bfloat16)
 CELL = 576  # bytes of `struct cell`: 128 inputs of a row
 

@@ -50,30 +50,30 @@ def product(x: Tensor, matrix: QuantisedMatrix, bias: Tensor | None) -> Tensor:
     """Compute `x @ matrix.T + bias`. `serves` must hold."""
     num_rows, height = x.shape[0], matrix.shape[0]
     rows, out, room = x.contiguous(), x.new_empty(num_rows, height), cells(num_rows, matrix)
-    given = None if bias is None else bias.contiguous()
-    struct, kept = as_struct(matrix)
+    kept: list[Tensor] = []
     functions().nanovllm_quantised_linear(
-        ctypes.c_void_p(rows.data_ptr()), ctypes.byref(struct), None if given is None else ctypes.c_void_p(given.data_ptr()),
-        *(ctypes.c_void_p(tensor.data_ptr()) for tensor in (out, room)),
+        ctypes.c_void_p(rows.data_ptr()), ctypes.byref(Matrix(*fields(matrix, kept))),
+        None if bias is None else ctypes.c_void_p(address(bias, kept)), *(ctypes.c_void_p(tensor.data_ptr()) for tensor in (out, room)),
         *map(ctypes.c_int64, (num_rows, matrix.columns, height, x.dtype == torch.bfloat16, torch.get_num_threads())),
     )  # fmt: skip
-    del kept  # not before the call
     return out
 
 
-def as_struct(weight: Tensor | QuantisedMatrix) -> tuple[Matrix, tuple[Tensor, ...]]:
-    """A matrix as C reads it, and the tensors whose memory must outlive the call."""
-    if not isinstance(weight, QuantisedMatrix):
-        kept = weight.contiguous()
-        return Matrix(codes=kept.data_ptr()), (kept,)
-    codes, scales = weight.codes.contiguous(), weight.scales.contiguous()
-    kind, scale_type = KINDS[codes.dtype], SCALES[scales.dtype]
-    if weight.zeros is None and weight.order is None:
-        return Matrix(codes.data_ptr(), scales.data_ptr(), None, None, kind, scale_type, weight.group, weight.rows), (codes, scales)
-    more = [None if each is None else each.contiguous() for each in (weight.zeros, weight.order)]
-    pointers = (None if each is None else each.data_ptr() for each in more)
-    struct = Matrix(codes.data_ptr(), scales.data_ptr(), *pointers, kind, scale_type, weight.group, weight.rows)
-    return struct, (codes, scales, *(each for each in more if each is not None))
+def fields(matrix: QuantisedMatrix, kept: list[Tensor]) -> tuple[int, ...]:
+    """The fields of `Matrix`, by which C reads the matrix. `kept` is that of `address`."""
+    codes, scales, zeros, order = matrix.codes, matrix.scales, matrix.zeros, matrix.order
+    return (
+        address(codes, kept), address(scales, kept), 0 if zeros is None else address(zeros, kept),
+        0 if order is None else address(order, kept), KINDS[codes.dtype], SCALES[scales.dtype], matrix.group, matrix.rows,
+    )  # fmt: skip
+
+
+def address(tensor: Tensor, kept: list[Tensor]) -> int:
+    """Where C finds the tensor in contiguous memory. A copy that this needs is added to `kept`, which must outlive the call of C."""
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
+        kept.append(tensor)
+    return tensor.data_ptr()
 
 
 def cells(rows: int, *weights: Tensor | QuantisedMatrix) -> Tensor:
