@@ -41,6 +41,7 @@ def run(
 
 @pytest.mark.unhooked
 @pytest.mark.parametrize("model", [MODEL, WINDOWED, ALL_WINDOWED], ids=["plain", "windowed", "all windowed"])
+@settings(max_examples=40)
 @given(data=st.data())
 def test_any_splits_give_the_texts_and_chunks_of_plain_runs(model: nv.Model, data):
     rows = data.draw(st.integers(1, 4))

@@ -347,7 +347,7 @@ def perform(program: Program, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(("kind", "page_size"), CASES)
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_any_program_gives_the_tokens_of_generate(kind: str, page_size: int, data: st.DataObject):
     program = Program(kind, page_size)

@@ -239,12 +239,14 @@ DISK_FAULTS: tuple[Fault, ...] = (
         machine=DiskMachine,
         targets=((disk_pages, "read_ahead"),),
         faulty=_lets_reads_replace_chunks,
+        draw=3,
     ),
     Fault(
         name="disk: last pages of preempted requests are written",
         machine=DiskMachine,
         targets=((disk_pages, "is_full"),),
         faulty=lambda is_full: lambda key: True,
+        draw=2,
     ),
     Fault(
         name="split: pages are taken that are still being read",

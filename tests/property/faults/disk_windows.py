@@ -71,7 +71,7 @@ def _fault(name, faulty, *targets, machine=DiskWindowMachine, draw=0):
 LASTING = (host_copies, "lasting"), (disk_pages, "lasting")
 DISK_WINDOW_FAULTS: tuple[Fault, ...] = (
     _fault("frames of other prefixes are written", _takes_frames_of_other_prefixes, *LASTING),
-    _fault("frames that were not copied are written", _writes_frames_of_bare_pages, *LASTING),
+    _fault("frames that were not copied are written", _writes_frames_of_bare_pages, *LASTING, draw=1),
     _fault("pages are used before their frames came", _does_not_wait_for_frames, (disk_pages, "arrived")),
     _fault("a page that was replaced by a whole one stays used", _keeps_a_bare_page_that_was_replaced, (disk_pages, "arrived")),
     _fault("the file of a page is taken for that of its frame", _takes_a_page_for_its_frame, (kv_disk, "frame_key")),

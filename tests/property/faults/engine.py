@@ -324,7 +324,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(name="a double free", machine=PageMachine, targets=((pages, "release"),), faulty=_double_free),
     Fault(name="an old value changed", machine=PageMachine, targets=((pages, "allocate"),), faulty=_changes_the_old_value),
     Fault(name="fewer pages than asked for", machine=PageMachine, targets=((pages, "allocate"),), faulty=_takes_what_there_is),
-    Fault(name="a shared page called writable", machine=PageMachine, targets=((pages, "require_writable"),), faulty=_writes_shared),
+    Fault(name="a shared page called writable", machine=PageMachine, targets=((pages, "require_writable"),), faulty=_writes_shared, draw=2),
     Fault(
         name="a prefix hit that ignores earlier tokens", machine=PrefixMachine, targets=((prefix, "match"),), faulty=_ignores_earlier_tokens
     ),
@@ -342,6 +342,7 @@ FAULTS: tuple[Fault, ...] = (
         machine=PrefixMachine,
         targets=((prefix, "forget"),),
         faulty=_forgets_only_itself,
+        draw=1,
     ),
     Fault(name="a leak on preemption", machine=ScheduleMachine, targets=((preemption, "preempt"),), faulty=_leaks_on_preemption),
     Fault(name="a write to a shared page", machine=ScheduleMachine, targets=((drafts, "reserve"),), faulty=writes_without_copy, draw=1),
@@ -378,7 +379,7 @@ FAULTS: tuple[Fault, ...] = (
         machine=ScheduleMachine,
         targets=((preemption, "give_up_pages"),),
         faulty=_indexes_all_it_has,
-        draw=2,
+        draw=1,
     ),
     Fault(
         name="pages shared that a cancelled request did not fill",
@@ -416,7 +417,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="page copies left out", machine=EngineMachine, targets=((engine, "copy_pages"), (fill, "copy_pages")), faulty=_copies_nothing
     ),
-    Fault(name="a donated state accepted", machine=EngineMachine, targets=((Lease, "check"),), faulty=_accepts_donated, draw=1),
+    Fault(name="a donated state accepted", machine=EngineMachine, targets=((Lease, "check"),), faulty=_accepts_donated, draw=6),
     Fault(
         name="randomness that depends on the batch", machine=EngineMachine, targets=((carry, "sampling_of"),), faulty=_draws_by_row, draw=2
     ),

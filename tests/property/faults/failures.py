@@ -75,7 +75,6 @@ FAILURE_FAULTS: tuple[Fault, ...] = (
         machine=EngineMachine,
         targets=((failures, "forgotten"),),
         faulty=_trusts_the_failed_pass,
-        draw=1,
     ),
     Fault(
         name="KV that a pass without memory overwrote still trusted",
@@ -92,5 +91,5 @@ FAILURE_FAULTS: tuple[Fault, ...] = (
     ),
     Fault(name="an error given to another request", machine=FailureMachine, targets=((engine, "draw"),), faulty=_blames_another),
     Fault(name="others dropped with the failed", machine=FailureMachine, targets=((engine, "recovered"),), faulty=_ends_all),
-    Fault(name="a budget that never recovers", machine=EngineMachine, targets=((engine, "relaxed"),), faulty=_never_recovers),
+    Fault(name="a budget that never recovers", machine=EngineMachine, targets=((engine, "relaxed"),), faulty=_never_recovers, draw=1),
 )

@@ -273,6 +273,7 @@ HOST_FAULTS: tuple[Fault, ...] = (
         machine=Returns,
         targets=((moved_chunks, "given_up"),),
         faulty=_lets_the_plan_replace_it,
+        draw=2,
     ),
     Fault(
         name="host chunks: the host pages of a live chunk are replaced",

@@ -81,6 +81,13 @@ class FailedSteps(HostWindowMachine):
     abandon = begin = begin_from = commit = decode = detach = fork = generate = generate_from = misuse = prefill_after = None
 
 
+class ManyMoves(HostWindowMachine):
+    """`HostWindowMachine` in which chunks are often moved to host memory, because there is little else to do."""
+
+    abandon = begin = begin_from = commit = decode = detach = fork = generate = generate_from = misuse = prefill_after = None
+    cancel = fail_to_prefill = failing_step = plant_failure = step_without_memory = submit_context = None
+
+
 def _fault(name, faulty, target, machine=HostWindowMachine, draw=0):
     return Fault(name=f"host windows: {name}", machine=machine, targets=(target,), faulty=faulty, draw=draw)
 
@@ -92,6 +99,6 @@ HOST_WINDOW_FAULTS: tuple[Fault, ...] = (
     _fault("a page's number taken for its frame", _takes_the_number_of_a_page_for_its_frame, (pools, "addresses")),
     _fault("a page on the device gets a frame without KV", _leaves_new_frames_as_they_are, (host_loads, "copied")),
     _fault("new frames are trusted after a failed step", _does_not_note_new_frames, (Taken, "note"), FailedSteps),
-    _fault("pages without KV are kept", _keeps_pages_without_kv, (pools, "_kept"), HostFrameMachine),
-    _fault("a chunk moves over pages without frames", _moves_a_chunk_over_bare_pages, (offload_module, "move_out")),
+    _fault("pages without KV are kept", _keeps_pages_without_kv, (pools, "_kept"), HostFrameMachine, draw=3),
+    _fault("a chunk moves over pages without frames", _moves_a_chunk_over_bare_pages, (offload_module, "move_out"), ManyMoves, draw=4),
 )

@@ -102,11 +102,11 @@ WINDOW_FAULTS: tuple[Fault, ...] = (
     _fault("a frame freed too early", _changes_nothing, (ages, "remove"), machine=FrameMachine),
     _fault("a frame kept by a free page", _changes_nothing, (frames, "vacate"), machine=FrameMachine),
     _fault("a frame given twice", _gives_a_frame_twice, (frames, "_without"), machine=FrameMachine),
-    _fault("the youngest spare frame taken first", _takes_the_youngest, (ages, "take"), machine=FrameMachine),
+    _fault("the youngest spare frame taken first", _takes_the_youngest, (ages, "take"), machine=FrameMachine, draw=1),
     _fault("the first of a run spare before its end", _retires_from_the_back, (frames, "retire"), machine=FrameMachine),
     _fault("a need never given up", _counts_needs_once, (frames, "retire"), machine=FrameMachine),
     _fault("pages without frames found before pages with frames", _keeps_what_has_no_frames, (pool, "_made_way"), machine=FrameMachine),
-    _fault("a prefix with a hole", _overlooks_holes, (pool, "reusable"), machine=FrameMachine),
+    _fault("a prefix with a hole", _overlooks_holes, (pool, "reusable"), machine=FrameMachine, draw=1),
     _fault("a page retired too early", _a_token_too_early, (draft, "num_retired"), machine=WindowMachine),
     _fault(
         "a page retired that the last token reads again",
