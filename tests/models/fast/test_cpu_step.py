@@ -123,6 +123,25 @@ def test_a_wrong_frame_is_refused_before_any_layer_writes(name: str, value: int)
     assert all(map(torch.equal, kv.pools, before.pools))
 
 
+def test_a_pool_of_fewer_layers_is_refused_before_any_layer_writes() -> None:
+    """C would write into the memory behind the pool."""
+    params, kv, batch, config = problem([5, 9])
+    memory = kv.pools[0].clone()
+    with pytest.raises(IndexError, match="layers"):
+        forward(params, KVState(pools=(memory[:1],)), batch, config)
+    assert torch.equal(memory, kv.pools[0])
+
+
+@pytest.mark.parametrize("change", ["bfloat16", "page size"])
+def test_pools_that_differ_run_in_torch(change: str) -> None:
+    """C reads all pools by the dtype and the sizes of the first."""
+    params, kv, batch, config = problem([5, 9], windows=WINDOWS["some"])
+    first, second = kv.pools
+    other = second.bfloat16() if change == "bfloat16" else second[..., :2, :].contiguous()
+    assert cpu.serves(params, kv, batch, config)
+    assert not cpu.serves(params, KVState(pools=(first, other)), batch, config)
+
+
 @pytest.mark.parametrize("name", ["o", "post_norm", "head"])
 def test_a_weight_of_another_dtype_is_refused_before_any_layer_writes(name: str) -> None:
     params, kv, batch, config = problem([5, 9])

@@ -55,7 +55,7 @@ def serves(params: Params[Tensor], kv: KVState, batch: Batch, config: ModelConfi
         and embed.dtype in DTYPES
         and pages.dtype in (embed.dtype, FP8)
         and batch.page_tables.shape[1] > 0
-        and all(pool.is_contiguous() for pool in kv.pools)
+        and all(pool.is_contiguous() and _alike(pool, pages) for pool in kv.pools)
         and type(batch.input_ids) is type(pages) is Tensor
         and not unknown(params, config)
         and not _traced()
@@ -84,6 +84,13 @@ def unknown(params: Params[Any], config: ModelConfig) -> str:
     return "experts" if config.moe is not None else ""
 
 
+def _alike(pool: Tensor, first: Tensor) -> bool:
+    """Whether C may read a pool by the page size, the heads and the dtype of the first one."""
+    if pool is first:
+        return True
+    return (type(pool), pool.device, pool.dtype, pool.shape[2:]) == (type(first), first.device, first.dtype, first.shape[2:])
+
+
 def _traced() -> bool:
     """Whether a tracer, a transform, a dispatch mode or autocast is active, which must see every op."""
     return (
@@ -100,7 +107,7 @@ def forward(params: Params[Tensor], kv: KVState, batch: Batch, config: ModelConf
 
     Raises:
         TypeError: A weight has another dtype than the activations. Nothing was written.
-        IndexError: A slot or a page table points outside its pool. Nothing was written.
+        IndexError: A slot or a page table points outside its pool, or a pool has fewer layers than the model. Nothing was written.
     """
     given = layers.given_each(params, batch, config, layers.PLAIN)
 
@@ -178,6 +185,8 @@ def _run(
             views[batch.window] = len(views), batch
             of_views.extend(_view(cos, sin, batch, num_rows, pools[pool].shape[1], kept))
         (start, size), (view, _) = starts[pool], views[batch.window]
+        if index >= pools[pool].shape[0]:
+            raise IndexError(f"layer {index} of a pool of shape {tuple(pools[pool].shape)}, which has fewer layers than the model")
         of_layers.extend(_layer(w, start + index * size, view, dtype, kept))
         widest = max(widest, of_layers[-2])
     batch, group = given[0][2], config.num_heads // num_kv_heads
