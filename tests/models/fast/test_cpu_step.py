@@ -156,6 +156,44 @@ def test_a_weight_of_another_dtype_is_refused_before_any_layer_writes(name: str)
     assert all(map(torch.equal, kv.pools, before.pools))
 
 
+@pytest.mark.parametrize("kind", [None, "int8"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "input_norm",
+        "qkv",
+        "qkv_bias",
+        "q_norm",
+        "k_norm",
+        "o",
+        "o_bias",
+        "post_norm",
+        "gate_up",
+        "gate_up_bias",
+        "down",
+        "down_bias",
+        "head",
+    ],
+)
+def test_a_weight_of_another_shape_is_refused_before_any_layer_writes(name: str, kind: Any) -> None:
+    """C would read memory behind it. Matrices may be quantised."""
+    with_norms = name.endswith(("q_norm", "k_norm"))
+    architecture = "Qwen3ForCausalLM" if with_norms else "LlamaForCausalLM"
+    params, kv, batch, config = problem([5, 9], architecture=architecture, biases=not with_norms)
+    params = params if kind is None else rounded(params, kind)
+    last, narrow = params.layers[-1], problem([5, 9], architecture=architecture, biases=not with_norms, hidden_size=32, head_dim=8)[0]
+    narrow = narrow if kind is None else rounded(narrow, kind)
+    if name == "head":
+        wrong = replace(params, head=narrow.embed)
+    else:
+        smaller = last.gate_up_bias[:5] if name == "gate_up_bias" and last.gate_up_bias is not None else getattr(narrow.layers[-1], name)
+        wrong = replace(params, layers=(*params.layers[:-1], replace(last, **{name: smaller})))
+    before = copied(kv)
+    with pytest.raises(ValueError, match="shape"):
+        forward(wrong, kv, batch, config)
+    assert all(map(torch.equal, kv.pools, before.pools))
+
+
 def test_each_step_reads_the_weights_where_they_are() -> None:
     """A weight may be exchanged, or get other memory, between two steps. The old memory is filled with NaN here."""
     params, kv, batch, config = problem([5, 9])
