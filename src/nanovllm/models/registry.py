@@ -187,6 +187,7 @@ def forward(
         KeyError: `config.architecture` is not in `nanovllm.models.REGISTRY`.
         IndexError: On a CPU, a slot or a page of a decode batch is outside the pool. Nothing was written.
         TypeError: On a CPU, a weight of a decode batch has another dtype than the embedding table.
+        ValueError: On a CPU, a weight of a decode batch has another shape than the config says.
 
     Examples:
         Run the first three tokens of a sequence on page 0:

@@ -123,6 +123,25 @@ def test_a_wrong_frame_is_refused_before_any_layer_writes(name: str, value: int)
     assert all(map(torch.equal, kv.pools, before.pools))
 
 
+def test_a_pool_of_fewer_layers_is_refused_before_any_layer_writes() -> None:
+    """C would write into the memory behind the pool."""
+    params, kv, batch, config = problem([5, 9])
+    memory = kv.pools[0].clone()
+    with pytest.raises(IndexError, match="layers"):
+        forward(params, KVState(pools=(memory[:1],)), batch, config)
+    assert torch.equal(memory, kv.pools[0])
+
+
+@pytest.mark.parametrize("change", ["bfloat16", "page size"])
+def test_pools_that_differ_run_in_torch(change: str) -> None:
+    """C reads all pools by the dtype and the sizes of the first."""
+    params, kv, batch, config = problem([5, 9], windows=WINDOWS["some"])
+    first, second = kv.pools
+    other = second.bfloat16() if change == "bfloat16" else second[..., :2, :].contiguous()
+    assert cpu.serves(params, kv, batch, config)
+    assert not cpu.serves(params, KVState(pools=(first, other)), batch, config)
+
+
 @pytest.mark.parametrize("name", ["o", "post_norm", "head"])
 def test_a_weight_of_another_dtype_is_refused_before_any_layer_writes(name: str) -> None:
     params, kv, batch, config = problem([5, 9])
@@ -133,6 +152,44 @@ def test_a_weight_of_another_dtype_is_refused_before_any_layer_writes(name: str)
         wrong = replace(params, layers=(*params.layers[:-1], replace(last, **{name: getattr(last, name).bfloat16()})))
     before = copied(kv)
     with pytest.raises(TypeError, match="bfloat16"):
+        forward(wrong, kv, batch, config)
+    assert all(map(torch.equal, kv.pools, before.pools))
+
+
+@pytest.mark.parametrize("kind", [None, "int8"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "input_norm",
+        "qkv",
+        "qkv_bias",
+        "q_norm",
+        "k_norm",
+        "o",
+        "o_bias",
+        "post_norm",
+        "gate_up",
+        "gate_up_bias",
+        "down",
+        "down_bias",
+        "head",
+    ],
+)
+def test_a_weight_of_another_shape_is_refused_before_any_layer_writes(name: str, kind: Any) -> None:
+    """C would read memory behind it. Matrices may be quantised."""
+    with_norms = name.endswith(("q_norm", "k_norm"))
+    architecture = "Qwen3ForCausalLM" if with_norms else "LlamaForCausalLM"
+    params, kv, batch, config = problem([5, 9], architecture=architecture, biases=not with_norms)
+    params = params if kind is None else rounded(params, kind)
+    last, narrow = params.layers[-1], problem([5, 9], architecture=architecture, biases=not with_norms, hidden_size=32, head_dim=8)[0]
+    narrow = narrow if kind is None else rounded(narrow, kind)
+    if name == "head":
+        wrong = replace(params, head=narrow.embed)
+    else:
+        smaller = last.gate_up_bias[:5] if name == "gate_up_bias" and last.gate_up_bias is not None else getattr(narrow.layers[-1], name)
+        wrong = replace(params, layers=(*params.layers[:-1], replace(last, **{name: smaller})))
+    before = copied(kv)
+    with pytest.raises(ValueError, match="shape"):
         forward(wrong, kv, batch, config)
     assert all(map(torch.equal, kv.pools, before.pools))
 

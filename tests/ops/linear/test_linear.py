@@ -64,6 +64,22 @@ def test_with_avx2_alone_halves_are_multiplied_in_float32_by_parts(dtype: torch.
     assert [len(call.args[1]) for call in products.call_args_list] == ([700] if dtype == torch.float32 else [256, 256, 188])
 
 
+@pytest.mark.parametrize("capability", ["AVX2", "AVX512"])
+@pytest.mark.parametrize(("length", "dtype"), [(8192, torch.bfloat16), (20000, torch.bfloat16), (9000, torch.float32)])
+def test_a_bias_of_another_length_or_dtype_is_refused(capability: str, length: int, dtype: torch.dtype) -> None:
+    """Also one that fits the first parts of the weight."""
+    x, weight, bias = torch.ones(3, 128).bfloat16(), torch.ones(9000, 128).bfloat16(), torch.ones(length, dtype=dtype)
+    with patch.object(torch.backends.cpu, "get_cpu_capability", return_value=capability), pytest.raises(RuntimeError):
+        linear(x, weight, bias)
+
+
+@pytest.mark.parametrize("capability", ["AVX2", "AVX512"])
+def test_one_bias_may_serve_all_outputs(capability: str) -> None:
+    x, weight = torch.ones(3, 128).bfloat16(), torch.ones(9000, 128).bfloat16()
+    with patch.object(torch.backends.cpu, "get_cpu_capability", return_value=capability):
+        assert torch.equal(linear(x, weight, torch.ones(1).bfloat16()), linear(x, weight, torch.ones(9000).bfloat16()))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_other_dtypes_stay_theirs(dtype: torch.dtype) -> None:
     x, weight = torch.randn(3, 40).to(dtype), torch.randn(24, 40).to(dtype)

@@ -24,6 +24,7 @@ from nanovllm.state.lease import NEW_ENGINE, Lease
 
 TICK = 0.2  # seconds between two looks at all ranks
 GRACE = 10.0  # seconds for which a call that failed on one rank may go on on another
+GONE = 5.0  # seconds for the exit code of a rank that has closed its connection
 ENDING = 2.0  # seconds in which a rank ends that was asked to
 SHOWN = 6  # last lines of a rank's stderr in an error
 
@@ -56,7 +57,7 @@ class Follower:
     def ended(self) -> str:
         """How the process has ended, with its last lines."""
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(5.0)
+            self.process.wait(GONE)
         code = self.process.returncode
         if code is None:
             how = "closed its connection"
@@ -180,7 +181,7 @@ class Followers:
                     self.lease.kill(self.dead, NEW_ENGINE)
             self.changed.notify_all()
         if threading.current_thread() is not self._thread:
-            self._thread.join(5.0)
+            self._thread.join(2 * GONE)  # it may wait for the exit code of one rank
         for one in self.all:
             with suppress(OSError):
                 one.link.settimeout(TICK)
@@ -215,7 +216,8 @@ class Followers:
         try:
             kind, _, body, _ = receive(one.link)
         except (EOFError, OSError):
-            self.fail(one.ended())
+            if self.dead is None and not self.closing:
+                self.fail(one.ended())
             return
         found = Outcome.decode(body) if body else None
         with self.changed:

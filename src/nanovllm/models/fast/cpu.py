@@ -8,6 +8,7 @@ import ctypes
 import functools
 from array import array
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def serves(params: Params[Tensor], kv: KVState, batch: Batch, config: ModelConfi
         and embed.dtype in DTYPES
         and pages.dtype in (embed.dtype, FP8)
         and batch.page_tables.shape[1] > 0
-        and all(pool.is_contiguous() for pool in kv.pools)
+        and all(pool.is_contiguous() and _alike(pool, pages) for pool in kv.pools)
         and type(batch.input_ids) is type(pages) is Tensor
         and not unknown(params, config)
         and not _traced()
@@ -84,6 +85,13 @@ def unknown(params: Params[Any], config: ModelConfig) -> str:
     return "experts" if config.moe is not None else ""
 
 
+def _alike(pool: Tensor, first: Tensor) -> bool:
+    """Whether C may read a pool by the page size, the heads and the dtype of the first one."""
+    if pool is first:
+        return True
+    return (type(pool), pool.device, pool.dtype, pool.shape[2:]) == (type(first), first.device, first.dtype, first.shape[2:])
+
+
 def _traced() -> bool:
     """Whether a tracer, a transform, a dispatch mode or autocast is active, which must see every op."""
     return (
@@ -100,7 +108,8 @@ def forward(params: Params[Tensor], kv: KVState, batch: Batch, config: ModelConf
 
     Raises:
         TypeError: A weight has another dtype than the activations. Nothing was written.
-        IndexError: A slot or a page table points outside its pool. Nothing was written.
+        ValueError: A weight has another shape than the config says. Nothing was written.
+        IndexError: A slot or a page table points outside its pool, or a pool has fewer layers than the model. Nothing was written.
     """
     given = layers.given_each(params, batch, config, layers.PLAIN)
 
@@ -134,7 +143,7 @@ def head(
     (num_rows, hidden_size), kept = x.shape, list[Tensor]()
     scratch, room = torch.empty(num_rows * hidden_size, dtype=torch.float32, device="cpu"), cells(num_rows, weight)
     step = Step(
-        x=_vector(x, x.dtype, kept), scratch=scratch.data_ptr(), cells=room.data_ptr(), B=num_rows, M=hidden_size,
+        x=_vector(x, x.shape, x.dtype, kept), scratch=scratch.data_ptr(), cells=room.data_ptr(), B=num_rows, M=hidden_size,
         threads=torch.get_num_threads(), bf16=x.dtype == torch.bfloat16, eps=eps,
     )  # fmt: skip
     logits = _add_head(step, x, gain, weight, kept)
@@ -172,13 +181,16 @@ def _run(
     (num_kv_heads, page_size), head_dim, threads = pools[0].shape[3:5], head_dim_of(pools[0]), torch.get_num_threads()
     starts = [(pool.data_ptr(), pool.stride(0) * pool.element_size()) for pool in pools]
     of_views, of_layers, widest = array("q"), array("q"), 0
+    sizes = hidden_size, config.num_heads * head_dim, (config.num_heads + 2 * num_kv_heads) * head_dim, head_dim
     views: dict[int, tuple[int, Batch]] = {}  # by window: the view's number, and what its layers are given
     for w, (pool, index), (cos, sin, batch) in zip(weights, places, given, strict=False):
         if batch.window not in views:
             views[batch.window] = len(views), batch
             of_views.extend(_view(cos, sin, batch, num_rows, pools[pool].shape[1], kept))
         (start, size), (view, _) = starts[pool], views[batch.window]
-        of_layers.extend(_layer(w, start + index * size, view, dtype, kept))
+        if index >= pools[pool].shape[0]:
+            raise IndexError(f"layer {index} of a pool of shape {tuple(pools[pool].shape)}, which has fewer layers than the model")
+        of_layers.extend(_layer(w, start + index * size, view, sizes, dtype, kept))
         widest = max(widest, of_layers[-2])
     batch, group = given[0][2], config.num_heads // num_kv_heads
     a_row = 2 * hidden_size + 2 * (config.num_heads + num_kv_heads) * head_dim + 3 * widest
@@ -187,7 +199,7 @@ def _run(
     room = cells(num_rows, *(matrix for w in weights for matrix in matrices(w)), *(() if last is None else last[1:]))
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     step = Step(
-        x=_vector(x, dtype, kept), seq_lens=_converted(batch.seq_lens, torch.int32, kept), scratch=scratch.data_ptr(),
+        x=_vector(x, x.shape, dtype, kept), seq_lens=_converted(batch.seq_lens, torch.int32, kept), scratch=scratch.data_ptr(),
         cells=room.data_ptr(), out=out.data_ptr(), B=num_rows, M=hidden_size, H=config.num_heads, K=num_kv_heads, D=head_dim,
         page_size=page_size, threads=threads, bf16=dtype == torch.bfloat16, fp8=in_fp8(pools[0]), eps=config.rms_norm_eps,
         scale=config.scale, softcap=config.attention_softcap,
@@ -216,33 +228,52 @@ def _view(cos: Tensor, sin: Tensor, batch: Batch, num_rows: int, num_pages: int,
     return *floats, *(_converted(tensor, torch.int32, kept) for tensor in (tables, slots)), tables.shape[1], num_pages, batch.window
 
 
-def _layer(w: Layer[Tensor], pages: int, view: int, dtype: torch.dtype, kept: list[Tensor]) -> tuple[int, ...]:
-    """The numbers of `struct layer`."""
+def _layer(w: Layer[Tensor], pages: int, view: int, sizes: tuple[int, ...], dtype: torch.dtype, kept: list[Tensor]) -> tuple[int, ...]:
+    """The numbers of `struct layer`. `sizes`: M, the widths of all query heads and of all heads, and D."""
     assert w.gate_up is not None and w.down is not None
-    vectors = (w.input_norm, w.qkv_bias, w.q_norm, w.k_norm, w.o_bias, w.post_norm, w.gate_up_bias, w.down_bias)
-    addresses = [0 if vector is None else _vector(vector, dtype, kept) for vector in vectors]
-    qkv, o, gate_up, down = [_matrix(matrix, dtype, kept) for matrix in (w.qkv, w.o, w.gate_up, w.down)]
-    return *addresses, pages, *qkv, *o, *gate_up, *down, w.down.shape[1], view
+    (hidden, mixed, heads, head_dim), down = sizes, w.down
+    wide = down.columns if isinstance(down, QuantisedMatrix) else down.shape[1]
+    vectors = (
+        (w.input_norm, hidden), (w.qkv_bias, heads), (w.q_norm, head_dim), (w.k_norm, head_dim), (w.o_bias, hidden), (w.post_norm, hidden),
+        (w.gate_up_bias, 2 * wide), (w.down_bias, hidden),
+    )  # fmt: skip
+    products = ((w.qkv, (heads, hidden)), (w.o, (hidden, mixed)), (w.gate_up, (2 * wide, hidden)), (down, (hidden, wide)))
+    addresses = [0 if vector is None else _vector(vector, (size,), dtype, kept) for vector, size in vectors]
+    fields_of = [_matrix(matrix, shape, dtype, kept) for matrix, shape in products]
+    return *addresses, pages, *chain(*fields_of), wide, view
 
 
 def _add_head(step: Step, x: Tensor, gain: Tensor, weight: Tensor | QuantisedMatrix, kept: list[Tensor]) -> Tensor:
     """Make the head a part of the step. Returns the memory of its logits."""
-    logits = x.new_empty(x.shape[0], weight.shape[0])
-    step.final_norm, step.head = _vector(gain, x.dtype, kept), Matrix(*_matrix(weight, x.dtype, kept))
-    step.logits, step.V = logits.data_ptr(), weight.shape[0]
+    (num_rows, hidden_size), height = x.shape, weight.shape[0]
+    logits = x.new_empty(num_rows, height)
+    step.final_norm = _vector(gain, (hidden_size,), x.dtype, kept)
+    step.head = Matrix(*_matrix(weight, (height, hidden_size), x.dtype, kept))
+    step.logits, step.V = logits.data_ptr(), height
     return logits
 
 
-def _matrix(weight: Tensor | QuantisedMatrix, dtype: torch.dtype, kept: list[Tensor]) -> tuple[int, ...]:
-    """The fields of `Matrix`."""
-    return fields(weight, kept) if isinstance(weight, QuantisedMatrix) else (_vector(weight, dtype, kept), 0, 0, 0, 0, 0, 0, 0)
+def _matrix(weight: Tensor | QuantisedMatrix, shape: tuple[int, ...], dtype: torch.dtype, kept: list[Tensor]) -> tuple[int, ...]:
+    """The fields of `Matrix`. Raises as `_vector`."""
+    if not isinstance(weight, QuantisedMatrix):
+        return _vector(weight, shape, dtype, kept), 0, 0, 0, 0, 0, 0, 0
+    if (found := (weight.codes.shape[0], weight.columns)) != shape:
+        raise _misshapen(found, shape)
+    return fields(weight, kept)
 
 
-def _vector(tensor: Tensor, dtype: torch.dtype, kept: list[Tensor]) -> int:
-    """The tensor's address, as `address` gives it. Raises `TypeError` for another dtype."""
+def _vector(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, kept: list[Tensor]) -> int:
+    """The tensor's address, as `address` gives it. Raises `TypeError` for another dtype, and `ValueError` for another shape."""
     if tensor.dtype != dtype:
         raise TypeError(f"a weight is {tensor.dtype} and the activations are {dtype}; both must have the same dtype")
+    if tensor.shape != shape:
+        raise _misshapen(tensor.shape, shape)
     return address(tensor, kept)
+
+
+def _misshapen(found: tuple[int, ...], shape: tuple[int, ...]) -> ValueError:
+    """The error of a weight of which C would read more memory than there is."""
+    return ValueError(f"a weight has the shape {tuple(found)}, expected {shape}")
 
 
 def _converted(tensor: Tensor, dtype: torch.dtype, kept: list[Tensor]) -> int:

@@ -19,7 +19,8 @@ def padded_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """
     missing = -x.shape[0] % ROWS
     rows = F.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()
-    if x.dtype in HALVES and x.dtype == weight.dtype and torch.backends.cpu.get_cpu_capability() == "AVX2":
+    alike = x.dtype == weight.dtype and (bias is None or x.dtype == bias.dtype)  # torch raises for the others
+    if x.dtype in HALVES and alike and torch.backends.cpu.get_cpu_capability() == "AVX2":
         return _in_float32(rows, weight, bias)[: x.shape[0]]
     return F.linear(rows, weight, bias)[: x.shape[0]]
 
@@ -29,6 +30,6 @@ def _in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     wide, most = x.float(), max(PIECE, AT_ONCE // max(1, weight.shape[1]) // PIECE * PIECE)
     if len(weight) <= most:
         return F.linear(wide, weight.float(), None if bias is None else bias.float()).to(x.dtype)
-    biases = [None] * len(weight) if bias is None else bias.float().split(most)
+    biases = [None] * len(weight) if bias is None else bias.float().expand(len(weight)).split(most)
     parts = [F.linear(wide, part.float(), own).to(x.dtype) for part, own in zip(weight.split(most), biases, strict=False)]
     return torch.cat(parts, 1)
