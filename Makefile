@@ -53,7 +53,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 
 HOOK := --jaxtyping-packages=nanovllm,beartype.beartype
 
 # Five runs. In the first, jaxtyping's import hook checks shapes and types. The second runs without the hook, which torch.compile cannot
-# trace and which would double the time of the property machines; `make test-long` runs the machines with it.
+# trace, and which makes whole engines three to six times as slow; `make test-long` runs these with it.
 # Triton's interpreter, which runs the GPU's kernels on a CPU, is chosen once for all kernels when they are defined.
 # The fourth starts Ray, whose processes need the cores, so its tests run one after another.
 # The fifth is that of another package, with plugins of pytest that the others do without.

@@ -12,6 +12,7 @@ import nanovllm as nv
 from nanovllm.entrypoints.cli import chat
 from nanovllm.entrypoints.llm import LLM
 
+pytestmark = pytest.mark.unhooked  # whole engines run many steps, which the hook makes three to six times as long
 STORY = "Once upon a time, in a small village by the sea,"
 FACT = "The capital of Aistonia is Velmora."
 QUESTION = "What is the capital of Aistonia?"

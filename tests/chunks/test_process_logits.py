@@ -14,6 +14,7 @@ from nanovllm.executor import decode
 from nanovllm.executor.executor import executor_of
 from nanovllm.testing.models import random_model, tiny_config
 
+pytestmark = pytest.mark.unhooked  # whole engines run many steps, which the hook makes three to six times as long
 V = 40
 MODEL = random_model(tiny_config(vocab_size=V), 0)
 TEXTS = random_model(tiny_config(), 0)  # its tokens are bytes

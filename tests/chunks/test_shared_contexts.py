@@ -26,6 +26,7 @@ from nanovllm.testing.shadows.memory import ShadowMismatchError
 from nanovllm.testing.shadows.worlds import FlakyExecutor, ModelWorld, PlantedError, SymbolicWorld, World
 from nanovllm.testing.strategies import Limits
 
+pytestmark = pytest.mark.unhooked  # whole engines run many steps, which the hook makes three to six times as long
 SYMBOLIC = SymbolicWorld(vocab_size=512)
 MODEL = SYMBOLIC.model
 BINARY = SymbolicWorld()

@@ -15,6 +15,7 @@ from nanovllm.models.model import Model
 from nanovllm.testing.models import byte_tokenizer, random_model, tiny_config
 from nanovllm.tokenizer.messages import render
 
+pytestmark = pytest.mark.unhooked  # whole engines run many steps, which the hook makes three to six times as long
 TOKENIZER = byte_tokenizer()
 assert TOKENIZER.think_token_ids is not None
 OPEN, CLOSE = TOKENIZER.think_token_ids
@@ -160,7 +161,6 @@ def test_a_bad_retain_is_named(model: Model, untyped: None) -> None:
         nv.generate(plain, nv.init_state(plain, num_pages=8), [1], retain="gap")
 
 
-@pytest.mark.unhooked
 @pytest.mark.parametrize("retain", ["recompute", "shift", "gap"])
 def test_a_chat_runs_only_what_is_new(retain: Retain) -> None:
     """Twenty turns with thinking: each turn's prompt runs its own words, and with `recompute` the last answer."""

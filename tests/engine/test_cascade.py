@@ -11,6 +11,7 @@ from nanovllm.ops.attention.cascade_plan import CascadePlan
 from nanovllm.ops.attention.plan_table import lookup
 from nanovllm.testing.models import random_model, tiny_config
 
+pytestmark = pytest.mark.unhooked  # whole engines run many steps, which the hook makes three to six times as long
 GREEDY = nv.SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 LIMITS: dict[str, Any] = {"num_pages": 512, "max_num_seqs": 12, "max_num_batched_tokens": 48}
 

@@ -38,6 +38,7 @@ from nanovllm.testing.models import random_model, tiny_config
 from nanovllm.testing.shadows.late_disk import LateDiskTier
 from nanovllm.testing.shadows.worlds import drain
 
+pytestmark = pytest.mark.unhooked  # whole engines run many steps, which the hook makes three to six times as long
 SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
 MODEL = random_model(tiny_config(**SIZES))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -381,8 +382,6 @@ def test_the_read_rate_is_measured_once_and_kept(tmp_path: Path, monkeypatch: py
     assert engine(tmp_path).pool.host.disk.bytes_per_second == rate
 
 
-@pytest.mark.unhooked  # values of wrong types
-@pytest.mark.unhooked
 def test_options_that_are_refused(tmp_path: Path):
     with pytest.raises(InvalidRequestError, match="host_kv_gib"):
         init_state(MODEL, num_pages=8, kv_dir=tmp_path)

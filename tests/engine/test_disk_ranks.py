@@ -27,6 +27,7 @@ from nanovllm.testing.models import random_model, tiny_config
 from nanovllm.testing.shadows.late_disk import LateDiskTier
 from nanovllm.testing.shadows.worlds import drain
 
+pytestmark = pytest.mark.unhooked  # whole engines run many steps, which the hook makes three to six times as long
 SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8}
 HEADS = tiny_config(**SIZES)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)

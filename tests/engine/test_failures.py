@@ -25,6 +25,7 @@ from nanovllm.testing.models import random_model, tiny_config
 from nanovllm.testing.shadows.worlds import FlakyExecutor, ModelWorld, PlantedError, SymbolicWorld, drain
 from nanovllm.testing.strategies import Limits
 
+pytestmark = pytest.mark.unhooked  # whole engines run many steps, which the hook makes three to six times as long
 CONFIG = tiny_config(vocab_size=50, hidden_size=16, intermediate_size=16, num_heads=2, num_kv_heads=1, head_dim=8)
 MODEL = random_model(CONFIG)
 WORLD = ModelWorld(MODEL)

@@ -13,6 +13,7 @@ from nanovllm.state.kv_cache import bytes_per_page
 from nanovllm.state.pool_sizes import pool_sizes
 from nanovllm.testing.models import random_model, tiny_config
 
+pytestmark = pytest.mark.unhooked  # whole engines run many steps, which the hook makes three to six times as long
 GREEDY = nv.SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1)
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [1], [4, 3, 2, 1] * 6, [9] * 17]
 ARCHITECTURES = ["Qwen3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "Gemma2ForCausalLM", "GPT2LMHeadModel"]
@@ -94,7 +95,6 @@ def test_the_pool_takes_the_bytes_that_are_counted() -> None:
     assert state.kv.pools[0].nbytes == 65 * bytes_per_page(model.config, page_size=4, dtype=FP8)
 
 
-@pytest.mark.unhooked  # the import hook refuses them itself
 @pytest.mark.parametrize("value", ["fp9", "bfloat16", "", 8, True, FP8, ["fp8"]])
 def test_an_unknown_dtype_is_refused(value: Any) -> None:
     model = random_model(tiny_config())

@@ -26,6 +26,7 @@ from nanovllm.engine.requests import submit_many
 from nanovllm.executor.executor import Drawn
 from nanovllm.testing.models import random_model, tiny_config
 
+pytestmark = pytest.mark.unhooked  # whole engines run many steps, which the hook makes three to six times as long
 MODEL = random_model(tiny_config(vocab_size=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=4, hidden_size=4, intermediate_size=4))
 PAGES, PAGE_SIZE = 48, 4
 BEYOND, FAR = 2**31, 2**40  # request ids

@@ -13,6 +13,7 @@ from nanovllm.sampling.token_masks import all_tokens
 from nanovllm.state.request import Request
 from nanovllm.testing.models import byte_tokenizer, random_model, tiny_config
 
+pytestmark = pytest.mark.unhooked  # whole engines run many steps, which the hook makes three to six times as long
 pytest.importorskip("llguidance")
 
 MODEL = random_model(tiny_config(vocab_size=300, eos_token_ids=(256, 258)), tokenizer=byte_tokenizer())

@@ -12,6 +12,7 @@ from nanovllm.state.invariants import check
 from nanovllm.state.request import AGEING, rank_of
 from nanovllm.testing.models import random_model, tiny_config
 
+pytestmark = pytest.mark.unhooked  # whole engines run many steps, which the hook makes three to six times as long
 MODEL = random_model(tiny_config(vocab_size=50))
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7], [8, 9], [10, 11, 12], [13], [14, 15]]
 

@@ -12,6 +12,7 @@ from nanovllm.engine.admission import HELD
 from nanovllm.state.kv_cache import pages_for
 from nanovllm.testing.models import random_model, tiny_config
 
+pytestmark = pytest.mark.unhooked  # whole engines run many steps, which the hook makes three to six times as long
 MODEL = random_model(tiny_config())
 SIZE = 4
 

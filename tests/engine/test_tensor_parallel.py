@@ -14,6 +14,7 @@ from nanovllm.models import REGISTRY
 from nanovllm.ops.distributed.in_process import ThreadGroup, run_ranks
 from nanovllm.testing.models import random_model, tiny_config
 
+pytestmark = pytest.mark.unhooked  # whole engines run many steps, which the hook makes three to six times as long
 GREEDY = nv.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 DRAWN = nv.SamplingParams(temperature=0.9, top_p=0.9, seed=7, max_tokens=12, ignore_eos=True, logprobs=2)
 PROMPTS = ["Once upon a time", "a fox", "The king of the birds had a bright feather, and"]

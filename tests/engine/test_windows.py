@@ -19,6 +19,7 @@ from nanovllm.state.window_frames import least_frames, num_retired
 from nanovllm.testing.driver import run_greedy
 from nanovllm.testing.models import random_model, tiny_config
 
+pytestmark = pytest.mark.unhooked  # whole engines run many steps, which the hook makes three to six times as long
 ARCHITECTURES = ("MistralForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM")
 MODELS = {name: random_model(tiny_config(name)) for name in ARCHITECTURES}
 MISTRAL, GEMMA = MODELS["MistralForCausalLM"], MODELS["Gemma3ForCausalLM"]

@@ -20,6 +20,7 @@ from tests.entrypoints.ranks.hooks import with_rates
 from tests.entrypoints.ranks.twins import Twins
 from tools.layout import PACKAGE
 
+pytestmark = pytest.mark.unhooked  # whole engines run many steps, which the hook makes three to six times as long
 TEXTS = ("Once upon a time", "The cat", "Hello", "The king of Aistonia is Oswin. The capital of Aistonia is Velmora.", "")
 KINDS = (
     "submit", "submit", "submit_many", "step", "step", "step", "cancel", "prefill", "generate", "generate_many", "fork", "truncate",

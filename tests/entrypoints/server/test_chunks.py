@@ -13,6 +13,7 @@ import nanovllm as nv
 from nanovllm.entrypoints.server.settings import Settings
 from tests.entrypoints.server.live import LIMIT, Answer, Live
 
+pytestmark = pytest.mark.unhooked  # whole engines run many steps, which the hook makes three to six times as long
 KING = "The king of Aistonia is Oswin."
 CITY = "\n\nThe capital of Aistonia is Velmora."
 GREEDY: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "stop": "."}

@@ -16,6 +16,7 @@ from nanovllm.sampling.process_logits import as_processor
 from nanovllm.types import Tensor
 from tests.entrypoints.server.live import LIMIT, Live, parsed
 
+pytestmark = pytest.mark.unhooked  # whole engines run many steps, which the hook makes three to six times as long
 SECONDS = 2.5
 HEAD = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
 HEAD += "content-type: application/json\r\ncontent-length: {size}\r\n\r\n"

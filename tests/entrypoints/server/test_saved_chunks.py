@@ -22,6 +22,7 @@ from nanovllm.files import temporary
 from nanovllm.testing.models import random_model, tiny_config
 from tests.entrypoints.server.live import LIMIT, Answer, Live
 
+pytestmark = pytest.mark.unhooked  # whole engines run many steps, which the hook makes three to six times as long
 KING = "The king of Aistonia is Oswin."
 GREEDY: dict[str, Any] = {"prompt": " The king of Aistonia is", "max_tokens": 8, "temperature": 0}
 

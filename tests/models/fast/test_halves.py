@@ -21,6 +21,7 @@ from nanovllm.state.kv_cache import init_kv
 from nanovllm.testing.models import random_model, tiny_config
 from nanovllm.testing.quantised_problems import rounded
 
+pytestmark = pytest.mark.unhooked  # whole engines run many steps, which the hook makes three to six times as long
 SIZE = 4  # tokens per page
 FUSED = [name for name in REGISTRY if name != "GPT2LMHeadModel"]
 
