@@ -382,6 +382,7 @@ def test_the_read_rate_is_measured_once_and_kept(tmp_path: Path, monkeypatch: py
     assert engine(tmp_path).pool.host.disk.bytes_per_second == rate
 
 
+@pytest.mark.usefixtures("untyped")
 def test_options_that_are_refused(tmp_path: Path):
     with pytest.raises(InvalidRequestError, match="host_kv_gib"):
         init_state(MODEL, num_pages=8, kv_dir=tmp_path)

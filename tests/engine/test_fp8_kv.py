@@ -95,6 +95,7 @@ def test_the_pool_takes_the_bytes_that_are_counted() -> None:
     assert state.kv.pools[0].nbytes == 65 * bytes_per_page(model.config, page_size=4, dtype=FP8)
 
 
+@pytest.mark.usefixtures("untyped")
 @pytest.mark.parametrize("value", ["fp9", "bfloat16", "", 8, True, FP8, ["fp8"]])
 def test_an_unknown_dtype_is_refused(value: Any) -> None:
     model = random_model(tiny_config())

@@ -241,6 +241,7 @@ def test_old_values_stay_as_they_were():
     assert freeze(pool) == content
 
 
+@pytest.mark.usefixtures("untyped")
 def test_sizes_that_are_refused():
     for size in (-1, float("nan"), float("inf"), "1", True, None):
         with pytest.raises(InvalidRequestError, match="host_kv_gib"):

@@ -207,7 +207,7 @@ def test_what_cannot_be_rounded_is_refused_whole(how: str, tmp_path: Path) -> No
     assert not (tmp_path / "made").exists() or os.listdir(tmp_path / "made") == []
 
 
-@pytest.mark.unhooked  # the hook would speak first
+@pytest.mark.usefixtures("untyped")
 def test_checkpoints_that_cannot_be_quantised_are_refused(tmp_path: Path) -> None:
     quantised, plain = folders(tmp_path, ENCODERS["gptq"], tiny_config(**SIZES))
     with pytest.raises(CheckpointError, match=r"is quantised already \(gptq\)"):

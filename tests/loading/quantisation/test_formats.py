@@ -328,8 +328,7 @@ def test_matrices_are_rounded_while_they_are_loaded(tmp_path: Path, kind: str, h
     assert kind in repr(rounded)
 
 
-@pytest.mark.unhooked
-@pytest.mark.unhooked  # the hook would speak first
+@pytest.mark.usefixtures("untyped")
 def test_wrong_options(tmp_path: Path) -> None:
     folder = save_hf_folder(tmp_path / "model", tiny_config())
     for how, message in (
