@@ -22,6 +22,7 @@ class Gone:
 
 
 @pytest.mark.parametrize(("dead", "closing", "waits"), [(None, False, 1), ("another rank is gone", False, 0), (None, True, 0)])
+@pytest.mark.usefixtures("untyped")
 def test_only_the_first_rank_that_is_gone_is_waited_for(dead: str | None, closing: bool, waits: int) -> None:
     followers: Any = Followers.__new__(Followers)
     followers.dead, followers.closing, causes = dead, closing, list[str]()

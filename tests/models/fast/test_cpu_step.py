@@ -133,6 +133,7 @@ def test_a_pool_of_fewer_layers_is_refused_before_any_layer_writes() -> None:
 
 
 @pytest.mark.parametrize("change", ["bfloat16", "page size"])
+@pytest.mark.usefixtures("untyped")
 def test_pools_that_differ_run_in_torch(change: str) -> None:
     """C reads all pools by the dtype and the sizes of the first."""
     params, kv, batch, config = problem([5, 9], windows=WINDOWS["some"])

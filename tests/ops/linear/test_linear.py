@@ -66,6 +66,7 @@ def test_with_avx2_alone_halves_are_multiplied_in_float32_by_parts(dtype: torch.
 
 @pytest.mark.parametrize("capability", ["AVX2", "AVX512"])
 @pytest.mark.parametrize(("length", "dtype"), [(8192, torch.bfloat16), (20000, torch.bfloat16), (9000, torch.float32)])
+@pytest.mark.usefixtures("untyped")
 def test_a_bias_of_another_length_or_dtype_is_refused(capability: str, length: int, dtype: torch.dtype) -> None:
     """Also one that fits the first parts of the weight."""
     x, weight, bias = torch.ones(3, 128).bfloat16(), torch.ones(9000, 128).bfloat16(), torch.ones(length, dtype=dtype)
@@ -74,6 +75,7 @@ def test_a_bias_of_another_length_or_dtype_is_refused(capability: str, length: i
 
 
 @pytest.mark.parametrize("capability", ["AVX2", "AVX512"])
+@pytest.mark.usefixtures("untyped")
 def test_one_bias_may_serve_all_outputs(capability: str) -> None:
     x, weight = torch.ones(3, 128).bfloat16(), torch.ones(9000, 128).bfloat16()
     with patch.object(torch.backends.cpu, "get_cpu_capability", return_value=capability):
