@@ -1,5 +1,7 @@
 """A matrix product on a CPU in which the bits of a row do not depend on the other rows."""
 
+from itertools import repeat
+
 import torch
 import torch.nn.functional as F
 
@@ -28,8 +30,6 @@ def padded_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`x @ weight.T + bias` by a product in float32, a few rows of the weight at a time."""
     wide, most = x.float(), max(PIECE, AT_ONCE // max(1, weight.shape[1]) // PIECE * PIECE)
-    if len(weight) <= most:
-        return F.linear(wide, weight.float(), None if bias is None else bias.float()).to(x.dtype)
-    biases = [None] * len(weight) if bias is None else bias.float().expand(len(weight)).split(most)
+    biases = repeat(None) if bias is None else bias.float().expand(len(weight)).split(most)
     parts = [F.linear(wide, part.float(), own).to(x.dtype) for part, own in zip(weight.split(most), biases, strict=False)]
-    return torch.cat(parts, 1)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
