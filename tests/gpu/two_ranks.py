@@ -231,7 +231,7 @@ def check_halves(mesh: Mesh, device: torch.device, kind: str | None, kv_dtype: s
     lengths, known = ((9000,), (12001,), (1500, 3100, 2900, 40), (15000,)), torch.arange(16384) * 7
     state, ran = nv.init_state(model, num_pages=8192, max_num_seqs=16, check=False, kv_dtype=kv_dtype), [0]
     executor = executor_of(state)
-    assert isinstance(executor, GraphExecutor) and least_tokens(model) is not None
+    assert isinstance(executor, GraphExecutor) and executor.halves_from == least_tokens(model) is not None
     inner = executor._in_halves
 
     def counted(*args: Any) -> Any:

@@ -35,7 +35,7 @@ from nanovllm.executor.decode_carry import DecodeCarry
 from nanovllm.executor.executor import Drawn, Masks
 from nanovllm.executor.logits_graphs import LogitsGraphs
 from nanovllm.executor.prompt_graphs import PromptGraphs, captures_prompts
-from nanovllm.executor.prompt_halves import cut, middle
+from nanovllm.executor.prompt_halves import cut, least_tokens, middle
 from nanovllm.executor.row_processing import carries, kept, processors_of
 from nanovllm.executor.row_tables import RowTables
 from nanovllm.executor.run_ahead import RunAhead, longest_first, placed
@@ -137,8 +137,7 @@ class GraphExecutor:
         # Plain layers cannot follow a fused plan, nor read the new keys and values of prompts from one tensor.
         self._together = all_fused(model, choice)
         self._attention = Attention(model, limits, policy, beside=self._together and policy is not None)
-        # Not `least_tokens(model)` yet: `tests/gpu/two_ranks.py --halves`, which compares halves with whole prompts, has not run on GPUs.
-        self.halves_from: int | None = None
+        self.halves_from = least_tokens(model) if self._together else None
         self._in_halves = partial(halves.forward, choice=choice, cuts=cuts)
         warm = two_of_each(model.params) if self._together and not model.config.windows else model.params
         self._decode = StepGraphs(
