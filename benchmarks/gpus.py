@@ -40,7 +40,7 @@ from nanovllm.ops.linear.quantise import KINDS
 
 SIZES = tuple(1 << power for power in range(11, 24))  # bytes
 WIDTH = 4096  # elements of a row
-LONG = 16384  # tokens of the long prompt
+LONG, WHICH = 16384, "b1,b8,b64,offline"  # tokens of the long prompt, and workloads
 
 
 def all_reduce_times(mesh: Mesh, group: ProcessGroup) -> dict[str, dict[str, float]]:
@@ -96,7 +96,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="qwen3-8b", help="the shape (default: %(default)s)")
     parser.add_argument("--quantization", choices=KINDS, help="round the matrices to 8 or 4 bits")
-    parser.add_argument("--which", default="b1,b8,b64,offline", help="workloads of nanovllm bench (default: %(default)s)")
+    parser.add_argument("--which", default=WHICH, help="workloads of nanovllm bench (default: %(default)s)")
     parser.add_argument("--num-pages", type=int, help="pages of KV (default: as many as fit)")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each workload (default: %(default)s)")
     parser.add_argument("--sums", action="store_true", help="measure the sums over the ranks alone, without a model")
@@ -131,19 +131,25 @@ def main(arguments: list[str] | None = None) -> None:
     figures |= {"all_reduce_us": all_reduce_times(mesh, group), "pushed_bytes": group.pushed, "pushed_rows_bytes": group.pushed_rows}
     held, shares = held_bytes(model.params, model.config, model.dtype), dict[str, float]()
     figures |= {"roofline": report.ceiling_json(ceiling), "roofline_percent": shares}
+
+    def note(line: str | None = None) -> None:
+        """Print a line, and write what there is so far: a run may be ended."""
+        command = f"torchrun --nproc-per-node {mesh.size} benchmarks/gpus.py --model {options.model}"
+        command += "" if options.which == WHICH else f" --which {options.which}"
+        result = record(model, figures, command, options.commit)
+        if not mesh.rank:
+            print(line or json.dumps(figures), flush=True)
+            if options.output is not None:
+                options.output.write_text(json.dumps(result, indent=1) + "\n")
+
     for one in measure(engine.generate, options.which.split(","), model.config.vocab_size, options.repeats, lambda: engine.spent):
         figures[one.key] = one.figure
         shares[one.key] = report.row(one, model.config, model.dtype, ceiling, held)["roofline_percent"]
-        if not mesh.rank:
-            print(f"{one.key}: {one.figure:,}", flush=True)
+        note(f"{one.key}: {one.figure:,}")
     figures["prompt_16k_ms"] = prompt_ms(engine)
     if mesh.size > 1:
         figures["prompt_16k_ways_ms"] = prompt_ways(engine)
-    result = record(model, figures, f"torchrun --nproc-per-node {mesh.size} benchmarks/gpus.py --model {options.model}", options.commit)
-    if not mesh.rank:
-        print(json.dumps(figures))
-        if options.output is not None:
-            options.output.write_text(json.dumps(result, indent=1) + "\n")
+    note()
     del engine, model
     _leave()
 

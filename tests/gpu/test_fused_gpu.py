@@ -127,14 +127,15 @@ def test_norms_of_what_is_added(rows: int, outputs: int, width: int, gains: torc
 def test_attention(
     lens: list[int], heads: int, kv_heads: int, head_dim: int, size: int, norm: bool, rows: int, gains: torch.dtype | None
 ) -> None:
-    """As a batch of so many rows would attend."""
+    """As a batch of so many rows would attend, and as rows of any lengths do."""
     given = attention_problem(lens, heads, kv_heads, head_dim, size, norm, BF16, "cuda", gains)
     qkv, q_gain, k_gain, cos, sin, pages, *rest = given
     double = [t.double().cpu() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in given]
     double = [t.cpu() if isinstance(t, torch.Tensor) else t for t in double]
     want = rope_attend(*double, 0)
-    plan = FusedDecodePlan(max(rows, len(lens)), heads, kv_heads, head_dim, torch.device("cuda"))
-    for _ in range(3):
+    sizes = (max(rows, len(lens)), heads, kv_heads, head_dim, torch.device("cuda"))
+    plans = [FusedDecodePlan(*sizes), *([FusedDecodePlan(*sizes, long=True)] if sizes[0] <= 16 else [])]
+    for plan in plans * 3:
         got = rope_attend(qkv, q_gain, k_gain, cos, sin, pages, *rest, plan.handle)
         for row in range(len(lens)):  # each by itself: a long row's values are small
             assert error(got[row].cpu(), want[row]) < 2e-2

@@ -19,7 +19,8 @@ from nanovllm.types import Float32, Int32, Tensor
 
 R = TypeVar("R")
 MOVED = ("input_ids", "positions", "slots", "seq_lens")  # the tensors that a step updates for the next step
-Way = Literal["fused", "planned", "shared"]  # by `rope_attend`, by FlashInfer's plan, or reading shared pages once
+# By `rope_attend`, the same for few long rows, by FlashInfer's plan, or reading shared pages once.
+Way = Literal["fused", "long", "planned", "shared"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ from nanovllm.models.common.sharding import in_parts
 from nanovllm.models.fast.cuts import Cuts
 from nanovllm.models.model import Model
 from nanovllm.ops.attention.cascade_plan import CascadePlan
-from nanovllm.ops.attention.fused_plan import FusedDecodePlan
+from nanovllm.ops.attention.fused_plan import PIPELINED, FusedDecodePlan
 from nanovllm.ops.sampling.draw_parts import parts_of
 from nanovllm.sampling.penalty_tables import PenaltyTables, draw_rows
 from nanovllm.sampling.process_logits import LogitsProcessor, tokens_of
@@ -105,6 +105,7 @@ class StepGraphs:
         self._cascade_plans: dict[int, CascadePlan] = {}
         self._fused, self._cuts, self._warm = fused, cuts, warm
         self._fused_plans: dict[int, FusedDecodePlan] = {}
+        self._long_plans: dict[int, FusedDecodePlan] = {}
         self._steps: dict[StepKind, CapturedStep] = {}
         self._sampling, self._results = tables, Results.of(max(sizes), model.config.vocab_size, self._device)
         self._token_ids: Tensor | None = None
@@ -172,7 +173,7 @@ class StepGraphs:
             longest = np.full(size, self._seen)
             one = np.where(np.arange(size) == 0, self._seen, 1)
             if not (self._fused_plan(size).serves(longest) and self._fused_plan(size).serves(one)):
-                ways.append("planned" if self._plans_alone() else "shared")
+                ways.append("long" if self._serves_long(size) else "planned" if self._plans_alone() else "shared")
         if self._cascades is not None and "shared" not in ways and self._cascades.policy.may_share(size, self._longest):
             ways.append("shared")
         return ways
@@ -229,7 +230,7 @@ class StepGraphs:
                 self._cascade_plan(size).update(own_runs(nothing.page_counts))
             case "planned":
                 self._decode_plan(size).update(nothing)
-            case "fused":
+            case "fused" | "long":
                 pass
         carry = self._carry(kv, size, way, processors)
         self._fill(carry, nothing, 0, ())
@@ -266,6 +267,8 @@ class StepGraphs:
             return "shared"
         if self._fused and self._fused_plan(size).serves(np.minimum(host.seq_lens, self._seen)):
             return "fused"
+        if self._serves_long(size):
+            return "long"
         if not self._plans_alone():
             if not self._cascade_plan(size).update(own_runs(host.page_counts)):
                 raise BrokenInvariantError(f"the plan of {size} rows has no room for one run of pages per row")
@@ -309,10 +312,25 @@ class StepGraphs:
             self._fused_plans[size] = FusedDecodePlan(size, c.num_heads, c.num_kv_heads, c.head_dim, self._device, cut, fp8=self._fp8)
         return self._fused_plans[size]
 
-    def fuses(self, host: HostBatch) -> bool:
-        """Whether a fused plan serves these rows until they have filled all their pages. Makes the plan of their number."""
+    def _serves_long(self, size: int) -> bool:
+        """Whether a fused plan serves so many rows of any lengths, too."""
+        return self._fused and not self._fp8 and size <= PIPELINED
+
+    def _long_plan(self, size: int) -> FusedDecodePlan:
+        if size not in self._long_plans:
+            c = self._model.config
+            self._long_plans[size] = FusedDecodePlan(size, c.num_heads, c.num_kv_heads, c.head_dim, self._device, long=True)
+        return self._long_plans[size]
+
+    def fused_handle(self, host: HostBatch) -> int | None:
+        """The fused plan of a session, which serves its rows until they have filled all their pages: 0 for that of `forward`, or a handle.
+
+        None: no fused plan serves them. Makes the plan of their number.
+        """
         most = np.minimum(host.page_counts * self._layout["page_size"], self._seen)
-        return self._fused and self._fused_plan(len(most)).serves(most)
+        if self._fused and self._fused_plan(len(most)).serves(most):
+            return 0
+        return self._long_plan(len(most)).handle if self._serves_long(len(most)) else None
 
     def forward(self, params: Params[Tensor], kv: KVState, batch: Batch, config: ModelConfig) -> tuple[Tensor, KVState]:
         """Donates `kv`. Run the rows of a session. Without a plan in the batch they take the fused plan of their number."""
@@ -360,7 +378,7 @@ class StepGraphs:
         self._width_used = max(self._width_used, width)
 
     def _carry(self, kv: KVState, size: int, way: Way, processors: tuple[LogitsProcessor, ...]) -> DecodeCarry:
-        plans = {"fused": self._fused_plan, "planned": self._decode_plan, "shared": self._cascade_plan}
+        plans = {"fused": self._fused_plan, "long": self._long_plan, "planned": self._decode_plan, "shared": self._cascade_plan}
         lines = self._lines(size)
         *moved, active, _ = lines[: self._num_lines, :size]
         made, windowed = plans[way](size), None

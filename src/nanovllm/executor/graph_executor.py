@@ -332,8 +332,8 @@ class GraphExecutor:
         if shared is not None:
             self._sessions[ticket] = shared
             return shared.handle, shared.handle
-        if self._decode.fuses(host):
-            return 0, 0
+        if (fused := self._decode.fused_handle(host)) is not None:
+            return fused, fused
         if self._cascades is not None and not self._attention.ready():
             alone = self._cascades.plan(len(host.input_ids))
             if alone.update(own_runs(host.page_counts)):

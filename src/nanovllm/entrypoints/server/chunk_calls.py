@@ -28,7 +28,10 @@ from nanovllm.entrypoints.server.wire import Keep
 from nanovllm.errors import ChunkFileError, EngineDeadError, InvalidRequestError, NanoVLLMError, OutOfPagesError
 from nanovllm.executor.executor import runtime_of
 from nanovllm.state.chunk import Chunk
+from nanovllm.state.engine_state import EngineState
 from nanovllm.state.request import RequestOutput
+
+AHEAD = 2  # files that the system reads into memory while one is loaded
 
 
 def described(name: str, named: Named) -> dict[str, Any]:
@@ -199,16 +202,21 @@ def load_marked(held: Held) -> tuple[Held, list[str]]:
         What is held next, and why chunks were not loaded.
     """
     problems, limits = [], held.named.limits
-    for space, namespace in limits.spaces if limits.folder is not None else ():
-        for name in saved_chunks.marked(limits, space):
-            try:
-                found = saved_chunks.read(saved_chunks.path_of(limits, space, name), name, held.model)
-                held, value = _put_into_pages(held, found, space, name, replaced=False, namespace=namespace, begins=True)
-            except EngineDeadError:
-                raise
-            except Exception as error:  # of one chunk, which the others and the engine can do without
-                value = _told(error, f"{name}: the file could not be loaded")
-            problems += [str(value)] if isinstance(value, NanoVLLMError) else []
+    spaces = limits.spaces if limits.folder is not None else ()
+    todo = [(space, namespace, name) for space, namespace in spaces for name in saved_chunks.marked(limits, space)]
+    for at, (space, namespace, name) in enumerate(todo):
+        for next_space, _, after in todo[at + 1 : at + 1 + AHEAD]:
+            saved_chunks.read_ahead(saved_chunks.path_of(limits, next_space, after))
+        try:
+            held.named.require_room(held.state, space, name, replaced=False)
+            loaded = _from_file(held, space, name, namespace)
+            # Nobody can have changed the file since, and the server's own one stays.
+            held, value = _loaded(held, loaded, space, name, replaced=False, has_file=True)
+        except EngineDeadError:
+            raise
+        except Exception as error:  # of one chunk, which the others and the engine can do without
+            value = _told(error, f"{name}: the file could not be loaded")
+        problems += [str(value)] if isinstance(value, NanoVLLMError) else []
     return held, problems
 
 
@@ -228,18 +236,31 @@ def save_kept(held: Held) -> list[str]:
     return problems
 
 
-def _put_into_pages(
-    held: Held, found: Any, space: str, name: str, *, replaced: bool, namespace: int, begins: bool = False
-) -> tuple[Held, Any]:
-    """Name a chunk that was read. If the engine `begins`, nobody can have changed its file since, and the server's own one stays."""
+def _put_into_pages(held: Held, found: Any, space: str, name: str, *, replaced: bool, namespace: int) -> tuple[Held, Any]:
+    """Name a chunk that was read."""
     head, whole = found
     held.named.require_room(held.state, space, name, replaced=replaced)
     if runtime_of(held.state).mirror is None:
         loaded = chunk_file.place(held.model, held.state, head, Path(name), lambda: blocks.windows_of(head, whole), namespace)
     else:  # the other ranks read the file, too
-        with saved_chunks.opened(saved_chunks.path_of(held.named.limits, space, name), f"the chunk {name!r}") as fd:
-            loaded = chunk_file.load(held.model, held.state, fd, Path(name), namespace)
-    held, value = _named(held, loaded, space, name, replaced=replaced, has_file=begins)
+        loaded = _from_file(held, space, name, namespace)
+    return _loaded(held, loaded, space, name, replaced=replaced)
+
+
+def _from_file(held: Held, space: str, name: str, namespace: int) -> tuple[EngineState, Chunk]:
+    """A chunk whose file is read straight into pages. Its digest is checked before the chunk is made."""
+    path = saved_chunks.path_of(held.named.limits, space, name)
+    with saved_chunks.opened(path, f"the chunk {name!r}") as fd:
+        loaded = chunk_file.load(held.model, held.state, fd, Path(name), namespace)
+    saved_chunks.label(path, name)  # a file may have come without one
+    return loaded
+
+
+def _loaded(
+    held: Held, loaded: tuple[EngineState, Chunk], space: str, name: str, *, replaced: bool, has_file: bool = False
+) -> tuple[Held, Any]:
+    """Name a chunk that was loaded, and note that it is as its file."""
+    held, value = _named(held, loaded, space, name, replaced=replaced, has_file=has_file)
     if not isinstance(value, NanoVLLMError):
         saved_chunks.mark(saved_chunks.path_of(held.named.limits, space, name), name)
     return held, value

@@ -23,6 +23,9 @@ MANY = (
 # The same for up to 32 rows in FP8, of which up to 8 were measured; more rows have those of `MANY`. Tiles in FP8 have half the bytes, so
 # more tokens or more tiles are in flight.
 FEW_FP8 = ((2, (128, 4, 0, 32)), (8, (64, 2, 4, 8)), (16, (64, 2, 4, 4)), (32, (64, 2, 4, 2)))
+# The same for up to `PIPELINED` rows of any lengths in the dtype of the model: so many programs that one long row keeps all
+# multiprocessors busy, with many tiles in flight. Short rows take longer than with the tile in registers that `cut_of` gives.
+LONG_ROWS = ((2, (64, 4, 3, 64)), (PIPELINED, (64, 4, 3, 32)))
 WIDE = 128  # with more channels per head, the keys and values of a tile and the next tile need the registers of 8 warps
 LONG = 1024  # a row of so many tokens does not delay the other rows of a batch of many rows
 
@@ -39,10 +42,21 @@ def cut_of(batch_size: int, head_dim: int, memory: int, *, fp8: bool = False) ->
         return tile, warps if head_dim <= WIDE or stages else 8, min(stages, max(1, most)), splits
     if batch_size > PIPELINED:
         best = next(cut for rows, cut in MANY if batch_size <= rows or not rows)
-        token = 4 << (head_dim - 1).bit_length()  # bytes of its key and value
-        return next(cut for cut in (best, (32, 2, 3, 1), (32, 2, 2, 1), (16, 2, 2, 1)) if cut[0] * cut[2] * token <= memory)
+        return _largest(best, head_dim, memory)
     warps, splits = next(cut for rows, cut in ((2, (4, 32)), (4, (8, 4)), (8, (8, 2)), (PIPELINED, (4, 2))) if batch_size <= rows)
     return 64, warps if head_dim <= WIDE else 8, 0, splits
+
+
+def long_cut_of(batch_size: int, head_dim: int, memory: int) -> tuple[int, int, int, int]:
+    """Return the tile configuration for up to `PIPELINED` rows of any lengths, in the form of `cut_of`."""
+    return _largest(next(cut for rows, cut in LONG_ROWS if batch_size <= rows), head_dim, memory)
+
+
+def _largest(best: tuple[int, int, int, int], head_dim: int, memory: int) -> tuple[int, int, int, int]:
+    """The first of `best` and smaller tile configurations whose tiles in flight fit in `memory` bytes of shared memory."""
+    token, splits = 4 << (head_dim - 1).bit_length(), best[3]  # bytes of its key and value
+    smaller = ((32, 2, 3, splits), (32, 2, 2, splits), (16, 2, 2, splits))
+    return next(cut for cut in (best, *smaller) if cut[0] * cut[2] * token <= memory)
 
 
 def attention_fits(cut: Sequence[int], head_dim: int, memory: int) -> bool:
@@ -60,18 +74,21 @@ class FusedDecodePlan:
 
     All layers of a step share the plan. A row's tokens are divided into tiles, which `splits` programs per key head take in turn. All
     launches with one plan must run on one stream. `cut` is a tile configuration in the form of `cut_of`; empty means the result of
-    `cut_of`. `fp8` says whether the KV is in FP8. Raises `CutError` for a configuration that does not fit.
+    `cut_of`. `fp8` says whether the KV is in FP8. With `long`, the plan is for rows of any lengths, at most `PIPELINED`, not in FP8. Raises
+    `CutError` for a configuration that does not fit.
     """
 
     def __init__(
         self, batch_size: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device, cut: Sequence[int] = (), *,
-        fp8: bool = False,
+        fp8: bool = False, long: bool = False,
     ):  # fmt: skip
-        self.fp8, self.batch_size, self.num_heads, self.num_kv_heads, self.head_dim = fp8, batch_size, num_heads, num_kv_heads, head_dim
+        self.long, self.fp8 = long, fp8
+        self.batch_size, self.num_heads, self.num_kv_heads, self.head_dim = batch_size, num_heads, num_kv_heads, head_dim
         memory = shared_memory(device) if device.type == "cuda" else LARGEST
         if cut and not attention_fits(cut, head_dim, memory):
             raise CutError(f"cut {tuple(cut)} (tile, warps, stages, splits) does not fit head_dim {head_dim} in {memory} bytes of memory")
-        self.tile, self.warps, self.stages, self.splits = cut or cut_of(batch_size, head_dim, memory, fp8=fp8)
+        default = long_cut_of(batch_size, head_dim, memory) if long else cut_of(batch_size, head_dim, memory, fp8=fp8)
+        self.tile, self.warps, self.stages, self.splits = cut or default
         # Rows that are not split have no partial results: the kernel gets addresses that it never uses.
         shape = (1, 1, 1) if self.splits == 1 else (batch_size, num_heads, self.splits)
         self.parts = torch.empty((*shape, head_dim), dtype=torch.float32, device=device)
@@ -82,6 +99,8 @@ class FusedDecodePlan:
     def serves(self, lens: Int32[np.ndarray, "B"]) -> bool:
         """Return whether this plan reads rows of these lengths about as fast as a kernel that splits each row by its length."""
         total, longest = int(lens.sum()), int(lens.max())
+        if self.long:
+            return True
         if self.fp8 and self.batch_size <= PIPELINED:
             many = self.splits * self.batch_size * self.num_kv_heads >= FP8_PROGRAMS
             return total <= FP8_TOKENS or (many and longest * len(lens) <= 2 * total)
