@@ -68,6 +68,23 @@ class SplitTile:
     warps: int = 4
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsTile:
+    """Tile configuration of products on tensor cores whose programs take all rows.
+
+    Its fields are outputs of a program (half of them gates, if gated), rows of its first and second accumulator (the second may have none),
+    elements of codes per output and loop step (`depth`), loop steps in flight (`stages`), parts of the inputs, and warps.
+    """
+
+    outputs: int = 128
+    rows: int = 64
+    tail: int = 0
+    depth: int = 64
+    stages: int = 3
+    parts: int = 1
+    warps: int = 8
+
+
 Tile = FewTile | ManyTile | SplitTile
 # The number of integers of a cut names its kernel.
 KERNEL = MappingProxyType({len(fields(kind)): kind for kind in (FewTile, ManyTile, SplitTile)})
@@ -281,3 +298,18 @@ def many_fits(tile: ManyTile, matrix: QuantisedMatrix, gated: bool, memory: int,
         return False
     codes = tile.outputs * tile.depth * 2 * (2 if gated else 1)
     return tile.stages * (codes + tile.rows * matrix.fields * tile.depth * 2) <= memory
+
+
+def rows_fits(tile: RowsTile, matrix: QuantisedMatrix, gated: bool, memory: int, *, split: bool) -> bool:
+    """Return whether the kernel whose programs take all rows can use this tile configuration, with `memory` bytes of shared memory."""
+    sizes = (tile.outputs, tile.rows, tile.tail or 16, tile.depth, tile.warps)
+    if not all(value >= 16 and value & (value - 1) == 0 for value in sizes[:4]) or tile.warps not in (1, 2, 4, 8, 16):
+        return False
+    if tile.stages < 1 or not 1 <= tile.parts <= (8 if split else 1) or tile.depth > BLOCK // matrix.fields:
+        return False
+    grouped = matrix.scales.shape[-1] > 1
+    if len(matrix.shape) != 2 or matrix.order is not None or (grouped and matrix.group % BLOCK):
+        return False
+    if matrix.columns != matrix.fields * matrix.width or matrix.width % (tile.parts * BLOCK // matrix.fields):
+        return False
+    return tile.stages * tile.depth * 2 * (tile.outputs + (tile.rows + tile.tail) * matrix.fields) <= memory
