@@ -2,20 +2,25 @@
 
 import os
 import re
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import pytest
 import torch
 
+from nanovllm.ops.linear import quantised_tiles
+from nanovllm.ops.linear.linear import linear
+from nanovllm.ops.linear.linear_add_norm import linear_add_norm
+from nanovllm.ops.linear.norm_linear import norm_linear
 from nanovllm.ops.linear.quantise import KINDS, Kind
-from nanovllm.ops.linear.quantised_tiles import RowsTile, rows_fits
+from nanovllm.ops.linear.quantised_tiles import RowsTile, rows_fits, rows_tile
 from nanovllm.testing.quantised_problems import quantised_problem
 from tests.ops.linear.test_quantised_kernels import block, error, every_code, inputs, product_problem, quiet
 from tests.ops.test_kernels_compile import Compiled, compiled  # noqa: F401  (a fixture)
 
 interpreted = pytest.mark.interpret
-BF16, ROW = torch.bfloat16, {"group": None}
+BF16 = torch.bfloat16
+ROW: dict[str, Any] = {"group": None}
 FORMS: list[tuple[Kind, int, int, dict[str, Any]]] = [
     ("int4", 24, 512, {"group": 128, "scales": torch.bfloat16}), ("int4", 12, 512, {"group": 256, "spread": 1e4, "zeros": True}),
     ("int4", 33, 1024, {"group": 128, "zeros": True, "scales": torch.float16}), ("int4", 6, 512, {**ROW, "zeros": True}),
@@ -48,6 +53,18 @@ def test_every_form(form: tuple[Kind, int, int, dict[str, Any]], rows: int, gate
 
 @interpreted
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scales", [BF16, torch.float16, torch.float32])
+def test_weights_in_groups_are_rounded_as_dequantised_weights(kind: Kind, scales: torch.dtype) -> None:
+    from nanovllm.ops.linear import triton_quantised_rows
+
+    matrix = quantised_problem(kind, 32, 256, group=128, scales=scales, zeros=kind == "int4", gpu=True)
+    tile = RowsTile(outputs=32, rows=64, depth=block(kind), stages=2)
+    got = triton_quantised_rows.product(torch.eye(256, dtype=torch.float16), matrix, None, False, tile, False)
+    assert torch.equal(got.T, matrix.dequantised(torch.float16))
+
+
+@interpreted
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_code_is_converted_exactly(kind: Kind) -> None:
     """By inputs that are 1 in one place."""
     from nanovllm.ops.linear import triton_quantised_rows
@@ -72,15 +89,65 @@ def test_bits_of_a_row_do_not_depend_on_the_other_rows(kind: Kind) -> None:
     assert torch.equal(few, all_[:17])
 
 
+@interpreted
+@quiet
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [20, 70])
+def test_the_ops_choose_it(kind: Kind, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default if its rows say so, and by a cut, whose sums of parts and gates are those of the plain functions."""
+    from nanovllm.ops.linear import quantised_cuda, triton_quantised_rows
+
+    matrix, x = quantised_problem(kind, 48, 256, group=128, gpu=True), inputs(rows, 256)
+    bias, residual, norm = torch.randn(48), inputs(rows, 48), torch.rand(48)
+
+    def results(cut: tuple[int, ...] = (), whole: tuple[int, ...] = ()) -> list[torch.Tensor]:
+        found = [norm_linear(x, matrix, gated=True, cut=whole), linear(x, matrix, bias), norm_linear(x, matrix, bias=bias, cut=cut)]
+        return [*found, *linear_add_norm(x, matrix, bias, residual, norm, 1e-6, cut=cut)]
+
+    tiles, product = list[RowsTile](), triton_quantised_rows.product
+
+    def noted(*given: Any) -> torch.Tensor:  # the tile is the fifth
+        tiles.append(given[4])
+        return product(*given)
+
+    want = results()
+    monkeypatch.setattr(quantised_cuda, "own_kernels", lambda device, dtype: True)
+    monkeypatch.setattr(quantised_cuda, "dependent_launch", lambda device: False)
+    monkeypatch.setattr(quantised_cuda, "_limits", lambda device: (2, 200_000))
+    monkeypatch.setattr(triton_quantised_rows, "product", noted)
+    tile = RowsTile(outputs=16, rows=32, depth=block(kind), stages=2, warps=4)
+    for each in (results(astuple(replace(tile, parts=2)), astuple(tile)), results()):
+        for got, expected in zip(each, want, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert len(tiles) == 3
+    monkeypatch.setattr(quantised_tiles, "ALL_ROWS", {kind: range(17, 257)})
+    for got, expected in zip(results(), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert len(tiles) == 7 and {each.parts for each in tiles[3:]} == {1, 2}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_default_tiles_fit(kind: Kind) -> None:
+    for outputs, columns, gated in ((6144, 4096, False), (4096, 12288, False), (24576, 4096, True), (1024, 1024, True)):
+        matrix = quantised_problem(kind, 128, columns, group=128, gpu=True)
+        matrix = replace(matrix, codes=matrix.codes.new_empty(outputs, matrix.codes.shape[1]))
+        for rows in range(1, 600):
+            tile = rows_tile(matrix, rows, gated, 132, 200_000)
+            assert rows_fits(tile, matrix, gated, 200_000, split=not gated)
+            taken = tile.rows + tile.tail
+            assert taken >= min(rows, 256) and (rows <= 32 or taken * 2 <= rows * 3 or rows > 256)
+
+
 def test_what_does_not_fit() -> None:
     """Groups that end within a block, an order, columns that do not fill the last block, parts of no whole blocks, and memory."""
     tile = RowsTile()
-    for more, columns in (({"group": 64}, 512), ({"group": 128, "order": True}, 512), (ROW, 520)):
+    wrong: list[tuple[dict[str, Any], int]] = [({"group": 64}, 512), ({"group": 128, "order": True}, 512), (ROW, 520)]
+    for more, columns in wrong:
         assert not rows_fits(tile, quantised_problem("fp8", 128, columns, **more, gpu=True), False, 200_000, split=True)
     matrix = quantised_problem("fp8", 128, 384, group=128, gpu=True)
     assert rows_fits(tile, matrix, False, 200_000, split=True) and rows_fits(replace(tile, parts=3), matrix, False, 200_000, split=True)
-    for wrong in (replace(tile, parts=2), replace(tile, rows=96), replace(tile, tail=8), replace(tile, depth=128), replace(tile, stages=0)):
-        assert not rows_fits(wrong, matrix, False, 200_000, split=True)
+    for other in (replace(tile, parts=2), replace(tile, rows=96), replace(tile, tail=8), replace(tile, depth=128), replace(tile, stages=0)):
+        assert not rows_fits(other, matrix, False, 200_000, split=True)
     assert not rows_fits(replace(tile, parts=3), matrix, True, 200_000, split=False)
     assert not rows_fits(tile, matrix, False, 3 * (128 + 2 * 64) * 128 - 1, split=True)
 

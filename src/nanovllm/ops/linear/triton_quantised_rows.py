@@ -1,15 +1,16 @@
 """The Triton kernel of products of dozens to hundreds of rows with a quantised matrix. Import this module only if Triton is installed.
 
 One program multiplies all rows by its outputs, so that each code is read and converted once. Codes are the left factor, in registers, and
-the inputs the right one, in shared memory. A step is one product: the fields of its elements are put side by side in registers, in the order
-of their columns. So it has one accumulator that nothing but products touches, and tensor cores multiply one step while the next one is
-converted. For this a scale of a group is multiplied into the weights, which are then rounded as dequantised weights are.
+the inputs the right one, in shared memory. A step is one product: the fields of its elements are put side by side in registers, in the
+order of their columns. So there is one accumulator that nothing but products touches, and tensor cores multiply one step while the next one
+is converted. For this a scale of a group is multiplied into the weights, which are then rounded as dequantised weights are.
 
 A gate and its up projection are one tile, whose rows alternate by 8: a thread then has both numbers of an output.
 """
 
 # pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportAttributeAccessIssue=false
-# (names bound in a compile-time branch, loop ranges without `__next__`, and types of kernels' arguments)
+# pyright: reportAssignmentType=false
+# (names bound in a compile-time branch, loop ranges without `__next__`, compile-time constants, and types of kernels' arguments)
 
 from typing import Any
 
@@ -20,7 +21,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.ops.linear.quantised_tiles import RowsTile
-from nanovllm.ops.linear.triton_code_loop import column_of, scale_at
 from nanovllm.ops.linear.triton_codes import fields_of, grouping, numbers, operands, results, span_of, unit_of
 from nanovllm.ops.linear.triton_many_rows import ask
 from nanovllm.ops.triton_parts import activated, launch_options, rounded
@@ -48,8 +48,8 @@ def _weights(
 ):  # fmt: skip
     """Convert elements of codes `[BN, D]` to weights `[BN, fields * D]`, times scales `[BN]` if `GROUPED`; `unit_of` is left out if not.
 
-    Scales are float32, or bfloat16 if the weights are. A scale of more bits than the weights is two numbers of theirs, whose sum is exact
-    enough: the second product is rounded, the first is not until it is added.
+    With `ASM`, products in bfloat16 take less instructions than in float32. A scale of more bits is then two numbers, so that the weight is
+    rounded once: of the smaller product only a small part is lost. Float16 has too few exponents for this.
     """
     whole = _side_by_side(numbers(elements, dtype, NIBBLES, FP8, ASM), NIBBLES, BN, D)
     UNIT: tl.constexpr = unit_of(dtype, NIBBLES, ASM)
@@ -57,10 +57,12 @@ def _weights(
         whole -= (zero.to(tl.float32) * (1 / UNIT)).to(dtype)[:, None]
     if GROUPED:
         wide = scale.to(tl.float32) * UNIT
-        first = wide.to(dtype)
-        if scale.dtype == dtype:
-            whole *= first[:, None]
+        if not ASM or dtype != tl.bfloat16:
+            whole = (whole.to(tl.float32) * wide[:, None]).to(dtype)
+        elif scale.dtype == dtype:
+            whole *= wide.to(dtype)[:, None]
         else:
+            first = wide.to(dtype)
             rest = (wide - first.to(tl.float32)).to(dtype)
             whole = tl.fma(whole, first[:, None], whole * rest[:, None])
     return whole
