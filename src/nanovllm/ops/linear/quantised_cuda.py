@@ -16,7 +16,7 @@ from nanovllm.errors import BrokenInvariantError
 from nanovllm.ops.backends import dependent_launch, own_kernels, processors, shared_memory
 from nanovllm.ops.linear import scaled_product
 from nanovllm.ops.linear.quantised import QuantisedMatrix
-from nanovllm.ops.linear.quantised_tiles import FUSED_ROWS, SCRATCH, SUMMED, FewTile, ManyTile, SplitTile, gates_alone, given_tile
+from nanovllm.ops.linear.quantised_tiles import FUSED_ROWS, SCRATCH, SUMMED, FewTile, ManyTile, RowsTile, SplitTile, gates_alone, given_tile
 from nanovllm.types import Float, Tensor
 
 ALIGNED = 128  # rows of the pieces of a matrix that is dequantised are a multiple of this number
@@ -81,7 +81,7 @@ def product(
     from nanovllm.ops.linear import triton_many_rows, triton_quantised_few
 
     x, weight = in_order(x, weight)
-    new, alone = dependent_launch(x.device), gated and bias is None and gates_alone(weight, len(x))  # then one launch does all
+    new, alone = dependent_launch(x.device), gated and bias is None and gates_alone(weight, len(x), cut)  # then one launch does all
     if _by_torch(x, weight):
         y = _of_many_rows(x, weight, bias)
         return triton_many_rows.gate(y, new, act) if gated else y
@@ -122,12 +122,14 @@ def product_add_norm(
 
 
 def _on_tensor_cores(
-    x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, gated: bool, tile: ManyTile | SplitTile, act: str = "silu"
+    x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, gated: bool, tile: ManyTile | SplitTile | RowsTile, act: str = "silu"
 ) -> Float[Tensor, "*parts B N"]:
     """The product, or the sums of several parts in float32, by the kernel of the tile."""
-    from nanovllm.ops.linear import triton_quantised_many, triton_quantised_split
+    from nanovllm.ops.linear import triton_quantised_many, triton_quantised_rows, triton_quantised_split
 
     new = dependent_launch(x.device)
+    if isinstance(tile, RowsTile):
+        return triton_quantised_rows.product(x, weight, bias, gated, tile, new, act, new)
     if isinstance(tile, SplitTile):
         return triton_quantised_split.product(x, weight, bias, gated, tile, new, act, new)
     return triton_quantised_many.product(x, weight, bias, gated, tile, new, act, new)

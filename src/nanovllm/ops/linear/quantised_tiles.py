@@ -19,6 +19,9 @@ SUMMED_PARTS = 64  # rows up to which parts of a product are summed by a kernel 
 # The least rows that it multiplies by default, with a matrix of at least `LARGE` bytes of codes, and with a smaller one.
 SPLIT_FROM = MappingProxyType({"int4": (1, 1), "int8": (1, 3), "fp8": (2, 3)})
 LARGE = 8 << 20
+# How many rows the kernel whose programs take all rows multiplies by default, by kind of codes.
+ALL_ROWS = MappingProxyType({"int4": range(0), "int8": range(0), "fp8": range(0)})
+MOST_TAKEN = 256  # rows of a program of it
 GATED_ROWS = 64  # with 4-bit codes: above it, a product and its gate are two launches, because a program has no room for two matrices
 FUSED_ROWS = 512  # above it, a matrix is dequantised into memory once and torch multiplies
 SCRATCH = 32 << 20  # bytes of dequantised weights at once, which stay in an H200's L2
@@ -68,9 +71,26 @@ class SplitTile:
     warps: int = 4
 
 
-Tile = FewTile | ManyTile | SplitTile
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsTile:
+    """Tile configuration of products on tensor cores whose programs take all rows.
+
+    Its fields are outputs of a program (half of them gates, if gated), rows of its first and second accumulator (the second may have none),
+    elements of codes per output and loop step (`depth`), loop steps in flight (`stages`), parts of the inputs, and warps.
+    """
+
+    outputs: int = 128
+    rows: int = 64
+    tail: int = 0
+    depth: int = 64
+    stages: int = 3
+    parts: int = 1
+    warps: int = 8
+
+
+Tile = FewTile | ManyTile | SplitTile | RowsTile
 # The number of integers of a cut names its kernel.
-KERNEL = MappingProxyType({len(fields(kind)): kind for kind in (FewTile, ManyTile, SplitTile)})
+KERNEL = MappingProxyType({len(fields(kind)): kind for kind in (FewTile, ManyTile, SplitTile, RowsTile)})
 
 
 def given_tile(
@@ -97,6 +117,8 @@ def usual_tile(matrix: QuantisedMatrix, rows: int, gated: bool, processors: int,
         return split_tile(matrix, rows, gated, processors, memory, split=split)
     if serves_few(matrix, rows) and not split:
         return few_tile(matrix, gated)
+    if serves_rows(matrix, rows):
+        return rows_tile(matrix, rows, gated, processors, memory)
     tile = many_tile(matrix, rows, gated, processors, memory, split=split)
     return tile if split or gated else replace(tile, parts=parts_of_product(matrix, tile, rows, processors))
 
@@ -110,11 +132,14 @@ def tile_fits(tile: Tile, matrix: QuantisedMatrix, rows: int, gated: bool, memor
             return split_fits(tile, matrix, rows, gated, memory, split=split)
         case ManyTile():
             return many_fits(tile, matrix, gated, memory, split=split or not gated)
+        case RowsTile():
+            return rows_fits(tile, matrix, gated, memory, split=split or not gated)
 
 
-def gates_alone(matrix: QuantisedMatrix, rows: int) -> bool:
+def gates_alone(matrix: QuantisedMatrix, rows: int, cut: Sequence[int] = ()) -> bool:
     """Return whether a gated product of so many rows is one launch, in which a program multiplies with both matrices."""
-    return matrix.bits == 8 or rows <= GATED_ROWS
+    taken = len(cut) == len(fields(RowsTile)) or (not cut and serves_rows(matrix, rows))
+    return matrix.bits == 8 or rows <= GATED_ROWS or taken
 
 
 def serves_few(matrix: QuantisedMatrix, rows: int) -> bool:
@@ -130,6 +155,17 @@ def serves_split(matrix: QuantisedMatrix, rows: int) -> bool:
     """Return whether the kernel whose warps divide the inputs is the one that multiplies so many rows with this matrix."""
     whole = len(matrix.shape) == 2 and matrix.columns % BLOCK == 0 and scale_form(matrix, BLOCK // matrix.fields) != "spread"
     return SPLIT_FROM[matrix.kind][0 if large(matrix) else 1] <= rows <= SPLIT_ROWS and whole
+
+
+def serves_rows(matrix: QuantisedMatrix, rows: int) -> bool:
+    """Return whether the kernel whose programs take all rows is the one that multiplies so many rows with this matrix."""
+    return rows in ALL_ROWS[matrix.kind] and _in_blocks(matrix)
+
+
+def _in_blocks(matrix: QuantisedMatrix) -> bool:
+    """Return whether a matrix consists of whole blocks of columns, each of which has one scale per row."""
+    one_scale = matrix.scales.shape[-1] == 1 or matrix.group % BLOCK == 0
+    return len(matrix.shape) == 2 and matrix.order is None and matrix.columns % BLOCK == 0 and one_scale
 
 
 def large(matrix: QuantisedMatrix) -> bool:
@@ -281,3 +317,33 @@ def many_fits(tile: ManyTile, matrix: QuantisedMatrix, gated: bool, memory: int,
         return False
     codes = tile.outputs * tile.depth * 2 * (2 if gated else 1)
     return tile.stages * (codes + tile.rows * matrix.fields * tile.depth * 2) <= memory
+
+
+def rows_tile(matrix: QuantisedMatrix, rows: int, gated: bool, processors: int, memory: int) -> RowsTile:
+    """Choose the tile configuration of the kernel whose programs take all rows, with `memory` bytes of shared memory.
+
+    Two accumulators are enough for any number of rows up to 256 with at most a third of them unused. Up to 128 rows two programs of 8 warps
+    share a multiprocessor. The inputs are divided between programs while these are fewer than multiprocessors, but not those of a gate.
+    """
+    padded, span = min(MOST_TAKEN, max(16, 1 << (rows - 1).bit_length())), BLOCK // matrix.fields
+    head, tail = (padded // 2, padded // 4) if padded >= 64 and rows <= padded * 3 // 4 else (padded, 0)
+    small = head + tail <= 64
+    programs, parts = -(-matrix.shape[0] // 128) * -(-rows // (head + tail)), 1
+    while not gated and parts < 8 and 2 * programs * parts <= processors and matrix.columns % (2 * parts * BLOCK) == 0:
+        parts *= 2
+    tile = RowsTile(rows=head, tail=tail, depth=span if small else span // 2, stages=3 if small else 4, parts=parts)
+    while tile.stages > 1 and not rows_fits(tile, matrix, gated, memory, split=not gated):
+        tile = replace(tile, stages=tile.stages - 1)
+    return tile
+
+
+def rows_fits(tile: RowsTile, matrix: QuantisedMatrix, gated: bool, memory: int, *, split: bool) -> bool:
+    """Return whether the kernel whose programs take all rows can use this tile configuration, with `memory` bytes of shared memory."""
+    sizes = (tile.outputs, tile.rows, tile.tail or 16, tile.depth, tile.warps)
+    if not all(value >= 16 and value & (value - 1) == 0 for value in sizes[:4]) or tile.warps not in (1, 2, 4, 8, 16):
+        return False
+    if tile.stages < 1 or not 1 <= tile.parts <= (8 if split else 1) or tile.depth > BLOCK // matrix.fields:
+        return False
+    if not _in_blocks(matrix) or matrix.columns % (tile.parts * BLOCK):
+        return False
+    return tile.stages * tile.depth * 2 * (tile.outputs + (tile.rows + tile.tail) * matrix.fields) <= memory
