@@ -8,6 +8,8 @@ The parts:
 - `many`: 8, 16, 64 and 256 rows on tensor cores, with several tiles.
 - `long`: 256 to 2048 rows, the kernel on tensor cores beside a dequantised matrix that torch multiplies, for `FUSED_ROWS`, and beside
   activations that are rounded to FP8, too.
+- `direct`: 1, 2, 8 and 16 rows, the default of a step and the kernel whose codes go from memory to registers, with several tiles, each
+  with the norm before it or the residual after it; and then whole layers, with attention. Results are compared before they are timed.
 - `rounded`: the same for 32 to 256 rows, for `scaled_product.ROWS`.
 
 A call runs inside a CUDA graph over several copies of its weights, which together are larger than L2, so that every call reads from memory.
@@ -21,6 +23,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,6 +32,11 @@ from nanovllm.config import ModelConfig
 from nanovllm.entrypoints.cli.bench.environment import commit, versions
 from nanovllm.entrypoints.cli.bench.graph_timer import graph_us
 from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES
+from nanovllm.entrypoints.cli.tune.layer_chain import Plans, contexts, run_layers
+from nanovllm.models.common.batch import Batch
+from nanovllm.models.common.params import Layer
+from nanovllm.models.fast import fused
+from nanovllm.models.fast.cuts import StepCuts
 from nanovllm.ops.backends import dependent_launch, processors, shared_memory
 from nanovllm.ops.compile_ahead import compile_ahead
 from nanovllm.ops.cuts import Cut
@@ -42,8 +50,10 @@ from nanovllm.ops.linear.quantised_cuda import by_dequantising
 from nanovllm.ops.linear.quantised_tiles import (
     SPLIT_ROWS,
     SUMMED_ROWS,
+    DirectTile,
     FewTile,
     ManyTile,
+    direct_fits,
     few_fits,
     few_tile,
     many_fits,
@@ -57,7 +67,13 @@ from nanovllm.testing.quantised_problems import quantised_problem
 CUDA, BF16, EPS = torch.device("cuda"), torch.bfloat16, 1e-6
 COPIES = 120 << 20  # bytes of all copies of a matrix, at least; L2 has 50 MB
 WIDTHS = (9, 8, 5, 12, 24, 9, 6, 9, 5)  # of the columns of the table
-PARTS = {"few": (1,), "many": (8, 16, 64, 256), "long": (256, 512, 1024, 2048), "rounded": (32, 64, 96, 128, 192, 256)}
+PARTS = {
+    "few": (1,),
+    "direct": (1, 8, 2, 16),
+    "many": (8, 16, 64, 256),
+    "long": (256, 512, 1024, 2048),
+    "rounded": (32, 64, 96, 128, 192, 256),
+}
 KINDS: dict[str, tuple[Kind, int | None, int]] = {  # kind of codes, columns and rows of a scale
     "int4": ("int4", 128, 1), "fp8-block": ("fp8", 128, 128), "fp8": ("fp8", None, 1), "int8": ("int8", None, 1),
 }  # fmt: skip
@@ -159,6 +175,85 @@ def split_ways(each: Matrix, weight: QuantisedMatrix, rows: int, given: dict[str
         yield by_cut("split", astuple(tile), each, given)
 
 
+# Outputs, blocks on the way, warps and registers, by kind of codes; with 2 and 16 rows only the first that fits each matrix.
+DIRECT = {
+    4: ((16, 4, 4, 168), (16, 2, 8, 128), (16, 4, 4, 128), (16, 2, 4, 128)), 8: ((16, 2, 4, 168), (16, 1, 8, 128), (16, 2, 4, 128)),
+}  # fmt: skip
+
+
+def direct_ways(each: Matrix, weight: QuantisedMatrix, rows: int, given: dict[str, Any]) -> Iterator[Way]:
+    """The default of a step and the kernel whose codes go from memory to registers, each with the norm and the sum of a step."""
+
+    def usual(w: QuantisedMatrix) -> object:
+        if each.added:
+            return linear_add_norm(given["x"], w, None, given["residual"], given["gain"], EPS)[0]
+        return norm_linear(given["x"], w, gain=given["gain"], eps=EPS, gated=each.gated)
+
+    yield Way(name="usual", tile=(), call=usual)
+    fitting = [cut for cut in DIRECT[weight.bits] if direct_fits(DirectTile(**named(cut)), weight, rows, each.gated)]
+    for cut in fitting if rows in (1, 8) else fitting[:1]:
+
+        def call(w: QuantisedMatrix, cut: Cut = cut) -> object:
+            gain = None if each.added else given["gain"]
+            return norm_linear(given["x"], w, gain=gain, residual=given.get("residual"), eps=EPS, gated=each.gated, cut=cut)
+
+        yield Way(name="direct", tile=cut, call=call)
+
+
+def named(cut: Cut) -> dict[str, int]:
+    """The fields of a `DirectTile`."""
+    return dict(zip(("outputs", "depth", "warps", "registers"), cut, strict=True))
+
+
+def difference(way: Way, usual: Way, weight: QuantisedMatrix) -> float:
+    """The largest difference of two results, divided by the largest number."""
+    got, want = (torch.as_tensor(each.call(weight)).float() for each in (way, usual))
+    return float((got - want).abs().max() / want.abs().max())
+
+
+def layer_lines(kind: str, config: ModelConfig, plans: list["Plan"], best: dict[tuple[str, int], Cut]) -> Iterator[dict[str, Any]]:
+    """Microseconds of a layer in a chain, with the kernels of a step by default and with the fastest `best` of each product."""
+    given, count = {each.matrix.name: each.weights for each in plans}, 12
+    ones = {width: torch.ones(width, device=CUDA, dtype=BF16) for width in (config.hidden_size, config.head_dim)}
+    hidden, head = ones[config.hidden_size], ones[config.head_dim]
+    layers = tuple(
+        Layer(input_norm=hidden, post_norm=hidden, q_norm=head, k_norm=head, qkv_bias=None, o_bias=None, gate_up_bias=None, down_bias=None,
+              **{name: weights[number % len(weights)] for name, weights in given.items()})
+        for number in range(max(len(weights) for weights in given.values()))
+    )  # fmt: skip
+    speeds = torch.logspace(0, -6, config.head_dim // 2, device=CUDA)
+    model: Any = SimpleNamespace(
+        params=SimpleNamespace(layers=layers, embed=torch.empty(1, device=CUDA, dtype=BF16), inv_freq=speeds), config=config, dtype=BF16,
+        device=CUDA,
+    )  # fmt: skip
+    for rows in PARTS["direct"]:
+        context = contexts(model, rows, count)[0]
+        plan, x = Plans(model, rows).at(()), torch.randn(rows, config.hidden_size, device=CUDA).to(BF16)
+        batch = replace(context.batch, plan=plan.handle)
+        cuts = StepCuts(**{name: best[name, rows] for name in given if (name, rows) in best})
+
+        def closely(x: torch.Tensor = x, batch: Batch = batch, context: Any = context, cuts: StepCuts = cuts) -> None:
+            for number in range(count):
+                w, index = layers[number % len(layers)], number % len(context.pages)
+                x = fused.decode_layer(w, x, context.pages, index, context.cos, context.sin, batch, config, cuts=cuts)
+
+        def usually(x: torch.Tensor = x, plan: Any = plan, context: Any = context) -> None:
+            run_layers(model, context, plan, StepCuts(), x, count)
+
+        for name, run in (("usual", usually), ("direct", closely)):
+            line: dict[str, Any] = {
+                "kind": kind,
+                "matrix": "layer",
+                "rows": rows,
+                "kernel": name,
+                "tile": () if name == "usual" else "best",
+            }
+            try:
+                yield line | {"us": round(graph_us(run, 4) / count, 2)}
+            except Exception as error:
+                yield line | {"error": f"{type(error).__name__}: {str(error)[:80]}"}
+
+
 def many_ways(each: Matrix, weight: QuantisedMatrix, rows: int, given: dict[str, Any], changes: list[dict[str, int]]) -> Iterator[Way]:
     """The kernel on tensor cores with the default tile and with `changes` of it, as a step of many rows calls it, after its norm."""
     memory = shared_memory(CUDA)
@@ -176,7 +271,9 @@ def many_ways(each: Matrix, weight: QuantisedMatrix, rows: int, given: dict[str,
 
 def ways(part: str, each: Matrix, weight: QuantisedMatrix, rows: int, given: dict[str, Any]) -> Iterator[Way]:
     """What a part compares for one matrix and number of rows."""
-    if part == "few":
+    if part == "direct":
+        yield from direct_ways(each, weight, rows, given)
+    elif part == "few":
         yield from few_ways(each, weight, given)
         yield from split_ways(each, weight, rows, given)
         yield from many_ways(each, weight, rows, given, [{"stages": 8}, {"outputs": 32, "warps": 2}, {"parts": 8} if each.added else {}])
@@ -237,13 +334,15 @@ def measure(planned: Plan, plain: dict[tuple[str, int], float]) -> Iterator[dict
         for way in all_ways:
             line: dict[str, Any] = {"kind": planned.kind, "matrix": each.name, "rows": rows, "kernel": way.name, "tile": way.tile}
             try:
+                if way.name == "direct" and (error := difference(way, all_ways[0], weights[0])) > 0.02:
+                    yield line | {"error": f"other results: {error:.3f}"}
+                    continue
                 us = graph_us(lambda way=way: [way.call(weight) for weight in weights], 4) / len(weights)
             except Exception as error:  # a tile that takes too many resources is a result
                 yield line | {"error": f"{type(error).__name__}: {str(error)[:80]}"}
                 continue
-            yield line | {
-                "us": round(us, 2), "gb_s": round(weights[0].nbytes / us / 1e3), "bf16_us": round(usual, 2), "share": round(usual / us, 2)
-            }  # fmt: skip
+            line |= {"us": round(us, 2), "gb_s": round(weights[0].nbytes / us / 1e3)}
+            yield line | ({"bf16_us": round(usual, 2), "share": round(usual / us, 2)} if usual else {})
 
 
 def main() -> None:
@@ -259,20 +358,38 @@ def main() -> None:
     torch.set_grad_enabled(False)
     table, plain = list[dict[str, Any]](), dict[tuple[str, int], float]()
     chosen = [each for each in matrices(SHAPES[options.model.lower()]) if each.name in options.matrices.split(",")]
+    if options.part == "direct":  # beside the default of quantised matrices alone
+        plain = {(each.name, rows): 0.0 for each in chosen for rows in PARTS["direct"]}
     plans = [plan(options.part, kind, each) for kind in options.kinds.split(",") for each in chosen]
     compile_ahead(
         CUDA, [lambda way=way, each=each: way.call(each.weights[0]) for each in plans for *_, all_ways in each.rows for way in all_ways]
     )
-    for each in plans:
-        for line in measure(each, plain):
-            table.append(line)
-            print(" ".join(f"{value!s:>{wide}}" for value, wide in zip(line.values(), WIDTHS, strict=False)), flush=True)
     result = {
         "gpu": torch.cuda.get_device_name(), "commit": options.commit or commit(), "versions": versions(), "model": options.model,
         "command": f"python benchmarks/quantised_kernels.py --model {options.model} --part {options.part}", "table": table,
     }  # fmt: skip
-    if options.output:
-        options.output.write_text(json.dumps(result, indent=2) + "\n")
+
+    def tell(line: dict[str, Any]) -> None:
+        table.append(line)
+        print(" ".join(f"{value!s:>{wide}}" for value, wide in zip(line.values(), WIDTHS, strict=False)), flush=True)
+        if options.output:
+            options.output.write_text(json.dumps(result, indent=2) + "\n")
+
+    for each in plans:
+        for line in measure(each, plain):
+            tell(line)
+    if options.part == "direct":
+        for kind in options.kinds.split(","):
+            best: dict[tuple[str, int], tuple[float, Cut]] = {}
+            for line in table:
+                key = line["matrix"], line["rows"]
+                if line["kind"] == kind and line["kernel"] == "direct" and "us" in line and line["us"] < best.get(key, (math.inf,))[0]:
+                    best[key] = line["us"], line["tile"]
+            of_kind = [each for each in plans if each.kind == kind and each.matrix.name != "head"]
+            if len(of_kind) < 4:
+                continue
+            for line in layer_lines(kind, SHAPES[options.model.lower()], of_kind, {key: cut for key, (_, cut) in best.items()}):
+                tell(line)
 
 
 if __name__ == "__main__":
