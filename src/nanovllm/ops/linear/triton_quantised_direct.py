@@ -372,9 +372,9 @@ def _direct(
     SPAN: tl.constexpr = span_of(NIBBLES)
     VECS: tl.constexpr = SPAN // 32
     TILES: tl.constexpr = 2 * R if GATED else R
-    P: tl.constexpr = min(8 // RB, DEPTH)
+    P: tl.constexpr = 8 // RB if 8 // RB < DEPTH else DEPTH  # blocks whose inputs are loaded at once
     TURNS: tl.constexpr = OWN // DEPTH
-    AHEAD: tl.constexpr = min(2 if NB == 1 else 1, DEPTH // P)
+    AHEAD: tl.constexpr = 2 if NB == 1 and DEPTH // P > 1 else 1
     thread = tl.arange(0, 32 * W)
     warp, g, t = thread // 32, thread % 32 // 4, thread % 4
     n0 = tl.program_id(0) * (16 * R)
