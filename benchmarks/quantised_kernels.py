@@ -176,7 +176,7 @@ def split_ways(each: Matrix, weight: QuantisedMatrix, rows: int, given: dict[str
         yield by_cut("split", astuple(tile), each, given)
 
 
-# Outputs, blocks on the way, warps and registers, by kind of codes; with 2 and 16 rows only the first that fits each matrix.
+# Outputs, blocks on the way, warps and registers, by bits of a code; with 2 rows only the first that fits each matrix.
 DIRECT = {
     4: ((16, 4, 4, 168), (16, 2, 8, 128), (16, 4, 4, 128), (16, 2, 4, 128)), 8: ((16, 2, 4, 168), (16, 1, 8, 128), (16, 2, 4, 128)),
 }  # fmt: skip
@@ -191,8 +191,9 @@ def direct_ways(each: Matrix, weight: QuantisedMatrix, rows: int, given: dict[st
         return norm_linear(given["x"], w, gain=given["gain"], eps=EPS, gated=each.gated)
 
     yield Way(name="usual", tile=(), call=usual)
-    fitting = [cut for cut in DIRECT[weight.bits] if direct_fits(DirectTile(**named(cut)), weight, rows, each.gated)]
-    for cut in fitting if rows in (1, 8) else fitting[:1]:
+    cuts = ((16, 2, 4, 168),) if rows == 16 else DIRECT[weight.bits]
+    fitting = [cut for cut in cuts if direct_fits(DirectTile(**named(cut)), weight, rows, each.gated)]
+    for cut in fitting if rows != 2 else fitting[:1]:
 
         def call(w: QuantisedMatrix, cut: Cut = cut) -> object:
             gain = None if each.added else given["gain"]
