@@ -14,9 +14,21 @@ import torch.nn.functional as F
 
 from nanovllm.errors import BrokenInvariantError
 from nanovllm.ops.backends import dependent_launch, own_kernels, processors, shared_memory
+from nanovllm.ops.cuts import CutError
 from nanovllm.ops.linear import scaled_product
 from nanovllm.ops.linear.quantised import QuantisedMatrix
-from nanovllm.ops.linear.quantised_tiles import FUSED_ROWS, SCRATCH, SUMMED, FewTile, ManyTile, RowsTile, SplitTile, gates_alone, given_tile
+from nanovllm.ops.linear.quantised_tiles import (
+    FUSED_ROWS,
+    SCRATCH,
+    SPLIT_ROWS,
+    DirectTile,
+    FewTile,
+    ManyTile,
+    RowsTile,
+    SplitTile,
+    gates_alone,
+    given_tile,
+)
 from nanovllm.types import Float, Tensor
 
 ALIGNED = 128  # rows of the pieces of a matrix that is dequantised are a multiple of this number
@@ -58,10 +70,12 @@ def norm_product(
     from nanovllm.ops.linear import triton_many_rows, triton_quantised_few
 
     new = dependent_launch(x.device)
-    if len(x) <= SUMMED and weight.order is None and not (gated and (bias is not None or residual is not None)):
+    if len(x) <= SPLIT_ROWS and weight.order is None and not (gated and (bias is not None or residual is not None)):
         tile = given_tile(cut, weight, len(x), gated, *_limits(x.device))
+        residual = None if residual is None else residual.contiguous()
+        if isinstance(tile, DirectTile):
+            return _direct(x.contiguous(), weight, gain, bias, residual, eps, gated, tile, act)
         if isinstance(tile, FewTile):
-            residual = None if residual is None else residual.contiguous()
             return triton_quantised_few.launch(x.contiguous(), weight, gain, bias, residual, eps, gated, tile, new, act, new)
     if gain is not None:
         x = triton_many_rows.norm_add(x.contiguous(), gain, None, eps, new)
@@ -88,6 +102,8 @@ def product(
     tile = given_tile(cut, weight, len(x), alone, *_limits(x.device))
     if isinstance(tile, FewTile):
         y = triton_quantised_few.launch(x, weight, None, bias, None, 0.0, alone, tile, new, act, new)
+    elif isinstance(tile, DirectTile):
+        y = _direct(x, weight, None, bias, None, 0.0, alone, tile, act)
     else:
         y = _on_tensor_cores(x, weight, bias, alone, tile, act)
         y = y if tile.parts == 1 else triton_many_rows.summed(y, bias, x.dtype, new)
@@ -115,6 +131,10 @@ def product_add_norm(
         tile = given_tile(cut, weight, len(x), False, *_limits(x.device), split=True)
         if isinstance(tile, FewTile):
             raise BrokenInvariantError(f"{tile} is for products without a norm behind them")
+        if isinstance(tile, DirectTile):
+            return triton_many_rows.sum_norm(
+                _direct(x, weight, None, bias, None, 0.0, False, tile).unsqueeze(0), None, residual.contiguous(), gain, eps, new, inner
+            )
         parts = _on_tensor_cores(x, weight, bias, False, tile)
         if tile.parts == 1:
             parts, bias = parts.unsqueeze(0), None
@@ -133,6 +153,18 @@ def _on_tensor_cores(
     if isinstance(tile, SplitTile):
         return triton_quantised_split.product(x, weight, bias, gated, tile, new, act, new)
     return triton_quantised_many.product(x, weight, bias, gated, tile, new, act, new)
+
+
+def _direct(
+    x: Tensor, weight: QuantisedMatrix, gain: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float, gated: bool,
+    tile: DirectTile, act: str = "silu",
+) -> Float[Tensor, "B N"]:  # fmt: skip
+    """The product by the kernel whose codes go from memory to registers. Raises `CutError` if it has no form for this GPU or dtype."""
+    from nanovllm.ops.linear import triton_quantised_direct
+
+    if not dependent_launch(x.device) or x.dtype != torch.bfloat16 or (gain is not None and gain.dtype != x.dtype):
+        raise CutError(f"{tile} is for bfloat16 on GPUs of compute capability 9.0")
+    return triton_quantised_direct.launch(x, weight, gain, bias, residual, eps, gated, tile, True, act, True)
 
 
 def _by_torch(x: Tensor, weight: QuantisedMatrix) -> bool:

@@ -88,9 +88,23 @@ class RowsTile:
     warps: int = 8
 
 
-Tile = FewTile | ManyTile | SplitTile | RowsTile
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectTile:
+    """Tile configuration of products on tensor cores whose codes go from memory to registers.
+
+    Its fields are outputs per program, blocks of codes per output and warp that are on the way at once (`depth`), warps, which divide the
+    inputs, and the most registers of a thread, which say how many programs share a multiprocessor.
+    """
+
+    outputs: int = 16
+    depth: int = 4
+    warps: int = 4
+    registers: int = 128
+
+
+Tile = FewTile | ManyTile | SplitTile | RowsTile | DirectTile
 # The number of integers of a cut names its kernel.
-KERNEL = MappingProxyType({len(fields(kind)): kind for kind in (FewTile, ManyTile, SplitTile, RowsTile)})
+KERNEL = MappingProxyType({len(fields(kind)): kind for kind in (FewTile, ManyTile, SplitTile, RowsTile, DirectTile)})
 
 
 def given_tile(
@@ -130,6 +144,8 @@ def tile_fits(tile: Tile, matrix: QuantisedMatrix, rows: int, gated: bool, memor
             return rows <= SUMMED and not split and regular(matrix) and few_fits(tile, matrix, gated)
         case SplitTile():
             return split_fits(tile, matrix, rows, gated, memory, split=split)
+        case DirectTile():
+            return direct_fits(tile, matrix, rows, gated)
         case ManyTile():
             return many_fits(tile, matrix, gated, memory, split=split or not gated)
         case RowsTile():
@@ -224,6 +240,23 @@ def split_fits(tile: SplitTile, matrix: QuantisedMatrix, rows: int, gated: bool,
     codes = tile.outputs * tile.depth * 2 * (2 if gated else 1)
     inputs = split_columns(rows) * tile.depth * matrix.fields * 2
     return tile.stages * tile.warps * (codes + inputs) <= memory
+
+
+def direct_fits(tile: DirectTile, matrix: QuantisedMatrix, rows: int, gated: bool) -> bool:
+    """Return whether the kernel whose codes go from memory to registers can use this tile configuration.
+
+    The model has to be in bfloat16, and norm weights too.
+    """
+    powers, outputs = (tile.outputs, tile.warps, tile.depth), matrix.shape[0] // (2 if gated else 1)
+    if not all(value >= 1 and value & (value - 1) == 0 for value in powers) or tile.outputs < 16 or tile.warps > 16:
+        return False
+    if not 32 <= tile.registers <= min(255, 2048 // tile.warps) or tile.registers % 8 not in (0, 7):
+        return False
+    if matrix.kind not in ("int4", "fp8") or len(matrix.shape) != 2 or matrix.order is not None or outputs % tile.outputs:
+        return False
+    whole = matrix.columns % (BLOCK * tile.depth * tile.warps) == 0 and (matrix.group % BLOCK == 0 or matrix.group >= matrix.columns)
+    words = tile.depth * tile.outputs // 16 * (2 if gated else 1) * 8 * (1 if matrix.bits == 4 else 2)
+    return whole and rows <= SPLIT_ROWS and words <= MOST_HELD * 4 // 5 and not (gated and matrix.rows > 1 and outputs % matrix.rows)
 
 
 def split_columns(rows: int) -> int:
