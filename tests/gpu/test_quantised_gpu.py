@@ -25,11 +25,14 @@ from nanovllm.ops.linear.quantised_tiles import (
     FUSED_ROWS,
     SPLIT_ROWS,
     SUMMED,
+    DirectTile,
     FewTile,
     ManyTile,
+    RowsTile,
     SplitTile,
     split_fits,
     split_tile,
+    usual_tile,
 )
 from nanovllm.state.kv_cache import KVState
 from nanovllm.testing.models import random_model, tiny_config
@@ -64,7 +67,13 @@ def every_code(kind: Kind) -> tuple[QuantisedMatrix, torch.Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_code_is_converted_exactly(kind: Kind, dtype: torch.dtype) -> None:
     """By assembly and by plain operations, in every place of a word."""
-    from nanovllm.ops.linear import triton_quantised_few, triton_quantised_many, triton_quantised_split
+    from nanovllm.ops.linear import (
+        triton_quantised_direct,
+        triton_quantised_few,
+        triton_quantised_many,
+        triton_quantised_rows,
+        triton_quantised_split,
+    )
 
     matrix, numbers = every_code(kind)
     ways = (False, True) if dependent_launch(CUDA) else (False,)
@@ -82,6 +91,42 @@ def test_every_code_is_converted_exactly(kind: Kind, dtype: torch.dtype) -> None
             assert torch.equal(triton_quantised_split.product(x, matrix, None, False, tile, False, asm=asm).float(), want)
             many = triton_quantised_many.product(x, matrix, None, False, ManyTile(depth=128 // matrix.fields), False, asm=asm)
             assert torch.equal(many.float(), want)
+            for tile in (
+                RowsTile(outputs=64, rows=16, depth=128 // matrix.fields, stages=2, warps=4),
+                RowsTile(rows=16, tail=16, depth=16),
+            ):
+                assert torch.equal(triton_quantised_rows.product(x, matrix, None, False, tile, False, asm=asm).float(), want)
+            if asm and kind == "int4" and dtype == BF16:
+                tile = DirectTile(depth=1, warps=1)
+                direct = triton_quantised_direct.launch(x, matrix, None, None, None, 0.0, False, tile, True, "silu", True)
+                assert torch.equal(direct.float(), want)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 16, 24, 48, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("kind", ["int4", "fp8"])
+def test_large_matrices_give_the_same_bits_each_time(kind: Kind, rows: int) -> None:
+    """By the default kernels, one launch after another, as near to float64 as bfloat16 is."""
+    group: dict[str, Any] = {"group": 128 if kind == "int4" else None, "scales": BF16, "device": "cuda"}
+    square, gates = (quantised_problem(kind, outputs, 4096, **group) for outputs in (4096, 16384))
+    kernels = {type(usual_tile(gates, rows, True, 132, shared_memory(CUDA), hopper=dependent_launch(CUDA)))}
+    assert kernels <= {DirectTile, RowsTile} or not dependent_launch(CUDA) or rows > 96 or (kind == "fp8" and rows < 33)
+    x, residual, gain = (torch.randn(count, 4096, device=CUDA).to(BF16) for count in (rows, rows, 1))
+    gain = gain[0].abs() + 0.5
+    normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * gain.double()
+    gate, up = (normed @ gates.dequantised(torch.float64).T).chunk(2, -1)
+    whole = square.dequantised(torch.float64).T
+    calls: list[tuple[Any, torch.Tensor]] = [
+        (lambda: norm_linear(x, square, gain=gain, eps=1e-6), normed @ whole),
+        (lambda: norm_linear(x, gates, gain=gain, eps=1e-6, gated=True), torch.nn.functional.silu(gate) * up),
+        (lambda: norm_linear(x, square, residual=residual), x.double() @ whole + residual.double()),
+        (lambda: linear_add_norm(x, square, None, residual, gain, 1e-6)[0], x.double() @ whole + residual.double()),
+    ]
+    for call, want in calls:
+        first, wrong = call(), torch.zeros((), dtype=torch.int64, device=CUDA)
+        assert error(first, want) < 2e-2
+        for _ in range(400):
+            wrong += (call() != first).sum()
+        assert not wrong.item()
 
 
 @pytest.mark.parametrize("name", ["fp8 in blocks", "compressed W8A8, asymmetric", "awq"])

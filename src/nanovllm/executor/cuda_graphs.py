@@ -173,7 +173,7 @@ class StepGraphs:
             longest = np.full(size, self._seen)
             one = np.where(np.arange(size) == 0, self._seen, 1)
             if not (self._fused_plan(size).serves(longest) and self._fused_plan(size).serves(one)):
-                ways.append("long" if self._serves_long(size) else "planned" if self._plans_alone() else "shared")
+                ways.append("planned" if self._plans_alone() else "long" if self._serves_long(size) else "shared")
         if self._cascades is not None and "shared" not in ways and self._cascades.policy.may_share(size, self._longest):
             ways.append("shared")
         return ways
@@ -267,9 +267,9 @@ class StepGraphs:
             return "shared"
         if self._fused and self._fused_plan(size).serves(np.minimum(host.seq_lens, self._seen)):
             return "fused"
-        if self._serves_long(size):
-            return "long"
         if not self._plans_alone():
+            if self._serves_long(size):
+                return "long"
             if not self._cascade_plan(size).update(own_runs(host.page_counts)):
                 raise BrokenInvariantError(f"the plan of {size} rows has no room for one run of pages per row")
             return "shared"
@@ -330,7 +330,7 @@ class StepGraphs:
         most = np.minimum(host.page_counts * self._layout["page_size"], self._seen)
         if self._fused and self._fused_plan(len(most)).serves(most):
             return 0
-        return self._long_plan(len(most)).handle if self._serves_long(len(most)) else None
+        return self._long_plan(len(most)).handle if not self._plans_alone() and self._serves_long(len(most)) else None
 
     def forward(self, params: Params[Tensor], kv: KVState, batch: Batch, config: ModelConfig) -> tuple[Tensor, KVState]:
         """Donates `kv`. Run the rows of a session. Without a plan in the batch they take the fused plan of their number."""

@@ -223,7 +223,8 @@ class HostMemory:
         """Copy pages of one KV pool, which has this place among all."""
         out, stored, size = sorted(moved_out.items()), 0, self._staged[place]  # by host page: neighbours are copied at once
         gathered = {page: count + 1 for count, (_, page) in enumerate(out)}  # how many pages are gathered before a page may be written
-        into, memory = sorted(moved_in, key=lambda pair: gathered.get(pair[1], 0)), self.images[place]
+        # First those that need the fewest stages to be gathered before, and of these, neighbours in host memory together.
+        into, memory = sorted(moved_in, key=lambda pair: (-(-gathered.get(pair[1], 0) // size), pair[0])), self.images[place]
         for turn, start in enumerate(range(0, len(into), size)):
             part = into[start : start + size]
             fresh = any(at in moved_out for at, _ in part)  # this plan writes what it reads

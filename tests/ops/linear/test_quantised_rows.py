@@ -134,7 +134,7 @@ def test_default_tiles_fit(kind: Kind) -> None:
         for rows in range(1, 600):
             tile = rows_tile(matrix, rows, gated, 132, 200_000)
             assert rows_fits(tile, matrix, gated, 200_000, split=not gated)
-            taken = tile.rows + tile.tail
+            taken = (tile.rows + tile.tail) * (2 if gated and kind != "int4" and rows > 128 else 1)  # half the rows for each program
             assert taken >= min(rows, 256) and (rows <= 32 or taken * 2 <= rows * 3 or rows > 256)
 
 

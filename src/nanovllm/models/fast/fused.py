@@ -34,7 +34,8 @@ from nanovllm.ops.linear.linear import linear
 from nanovllm.ops.linear.linear_add_norm import linear_add_norm, norm_add, product_in_parts
 from nanovllm.ops.linear.norm_linear import norm_linear
 from nanovllm.ops.linear.quantised import QuantisedMatrix
-from nanovllm.ops.linear.quantised_tiles import serves_few
+from nanovllm.ops.linear.quantised_cuda import on_hopper
+from nanovllm.ops.linear.quantised_tiles import serves_closely
 from nanovllm.ops.moe.quantised_experts import any_experts
 from nanovllm.ops.moe.route import norm_route, route
 from nanovllm.state.kv_cache import KVState
@@ -75,7 +76,7 @@ def _few(w: Layer[Tensor], like: Tensor, num_tokens: int) -> bool:
 
 def _serves_few(matrix: Tensor | QuantisedMatrix, gated: bool, like: Tensor, num_tokens: int) -> bool:
     if isinstance(matrix, QuantisedMatrix):
-        return serves_few(matrix, num_tokens) and own_kernels(like.device, like.dtype)
+        return own_kernels(like.device, like.dtype) and serves_closely(matrix, num_tokens, gated, hopper=on_hopper(like))
     return few.serves(like.device, like.dtype, num_tokens, matrix.shape[1], gated)
 
 

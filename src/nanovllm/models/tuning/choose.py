@@ -7,6 +7,8 @@ import os
 import warnings
 from pathlib import Path
 
+import torch
+
 from nanovllm.errors import InvalidRequestError, TuningFileError
 from nanovllm.files import is_private
 from nanovllm.models.fast import fused
@@ -15,12 +17,13 @@ from nanovllm.models.model import Model
 from nanovllm.models.tuning.file import default_path, key_of, read_cuts, read_shipped
 from nanovllm.models.tuning.launches import Machine, alike
 from nanovllm.models.tuning.shipped import shipped_path
-from nanovllm.ops.backends import processors, shared_memory
+from nanovllm.ops.backends import dependent_launch, processors, shared_memory
 
 
 def machine_of(model: Model) -> Machine:
     """The properties of a model's GPU that limit tile configurations."""
-    return Machine(processors=processors(model.device), memory=shared_memory(model.device))
+    hopper = model.dtype == torch.bfloat16 and dependent_launch(model.device)
+    return Machine(processors=processors(model.device), memory=shared_memory(model.device), hopper=hopper)
 
 
 def require_tuning(tuning: object) -> None:

@@ -13,7 +13,7 @@ from nanovllm.models.common.params import Layer, Params
 from nanovllm.models.registry import REGISTRY
 from nanovllm.ops.linear.norm_linear import FEW, fits, goes_wide
 from nanovllm.ops.linear.quantised import GPU_CODES, QuantisedMatrix
-from nanovllm.ops.linear.quantised_tiles import serves_few
+from nanovllm.ops.linear.quantised_tiles import serves_closely
 from nanovllm.types import Tensor
 
 Form = Literal["few", "many", "sum", "attend"]  # `norm_linear` of few rows and of many, `linear_add_norm`, `rope_attend`
@@ -22,10 +22,14 @@ PRODUCTS = ("qkv", "o", "gate_up", "down")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The properties of a GPU that limit tile configurations: its multiprocessors, and bytes of shared memory per program."""
+    """The properties of a GPU that limit tile configurations: its multiprocessors, and bytes of shared memory per program.
+
+    `hopper` is as in `quantised_tiles.given_tile`.
+    """
 
     processors: int
     memory: int
+    hopper: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +128,7 @@ def works(config: ModelConfig, rows: int, machine: Machine, codes: Mapping[str, 
 
     def few(part: str, outputs: int, width: int, gated: bool) -> bool:
         if part in codes:
-            return serves_few(codes[part].matrix(outputs * (2 if gated else 1), width), rows)
+            return serves_closely(codes[part].matrix(outputs * (2 if gated else 1), width), rows, gated, hopper=machine.hopper)
         return fits(rows, width, gated, machine.memory)
 
     closely = all(few(part, *sizes) for part, sizes in products.items())

@@ -10,38 +10,47 @@ from nanovllm.models.tuning.launches import Machine, Work
 from nanovllm.ops.cuts import Cut, named
 from nanovllm.ops.linear.quantised_tiles import (
     KERNEL,
+    DirectTile,
+    direct_tile,
     few_tile,
     gates_alone,
     many_tile,
     regular,
+    rows_tile,
     split_tile,
     tile_fits,
     usual_tile,
 )
 
 STAGES = (2, 6)  # least and greatest values to try
-DOUBLED = ("outputs", "rows", "depth", "warps", "parts")  # fields whose values are powers of two
+DOUBLED = ("outputs", "rows", "tail", "depth", "warps", "parts")  # fields whose values are powers of two
 
 
 def default_cut(work: Work, machine: Machine) -> Cut:
     """The default tile configuration, spelled out."""
-    return astuple(usual_tile(work.matrix, work.rows, _gated(work), machine.processors, machine.memory, split=_split(work)))
+    sizes = machine.processors, machine.memory
+    return astuple(usual_tile(work.matrix, work.rows, _gated(work, machine), *sizes, split=_split(work), hopper=machine.hopper))
 
 
 def valid(work: Work, cut: Cut, machine: Machine) -> bool:
     """Whether a kernel can run with this tile configuration on this GPU."""
     if len(cut) not in KERNEL:
         return False
-    return tile_fits(named(KERNEL[len(cut)], cut), work.matrix, work.rows, _gated(work), machine.memory, split=_split(work))
+    if KERNEL[len(cut)] is DirectTile and not machine.hopper:
+        return False
+    gated = _gated(work, machine, cut)
+    return tile_fits(named(KERNEL[len(cut)], cut), work.matrix, work.rows, gated, machine.memory, split=_split(work))
 
 
 def others(work: Work, machine: Machine) -> list[Cut]:
     """The default tile configurations of all kernels."""
-    matrix, sizes, split = work.matrix, (machine.processors, machine.memory), _split(work)
+    matrix, sizes, split, gated = work.matrix, (machine.processors, machine.memory), _split(work), _gated(work, machine)
     tiles = [
-        split_tile(matrix, work.rows, _gated(work), *sizes, split=split),
-        many_tile(matrix, work.rows, _gated(work), *sizes, split=split),
-        *([few_tile(matrix, _gated(work))] if regular(matrix) else []),
+        split_tile(matrix, work.rows, gated, *sizes, split=split),
+        many_tile(matrix, work.rows, gated, *sizes, split=split),
+        rows_tile(matrix, work.rows, work.gated, *sizes),
+        direct_tile(matrix, work.rows, gated),
+        *([few_tile(matrix, gated)] if regular(matrix) else []),
     ]
     return [cut for tile in tiles if valid(work, cut := astuple(tile), machine)]
 
@@ -60,8 +69,8 @@ def steps(cut: Cut) -> Iterator[Cut]:
                     yield astuple(replace(tile, **{name: near}))
 
 
-def _gated(work: Work) -> bool:
-    return work.gated and gates_alone(work.matrix, work.rows)
+def _gated(work: Work, machine: Machine, cut: Cut = ()) -> bool:
+    return work.gated and gates_alone(work.matrix, work.rows, cut, hopper=machine.hopper)
 
 
 def _split(work: Work) -> bool:

@@ -24,10 +24,11 @@ MANY = (
 # more tokens or more tiles are in flight.
 FEW_FP8 = ((2, (128, 4, 0, 32)), (8, (64, 2, 4, 8)), (16, (64, 2, 4, 4)), (32, (64, 2, 4, 2)))
 # The same for up to `PIPELINED` rows of any lengths in the dtype of the model: so many programs that one long row keeps all
-# multiprocessors busy, with many tiles in flight. Short rows take longer than with the tile in registers that `cut_of` gives.
-LONG_ROWS = ((2, (64, 4, 3, 64)), (PIPELINED, (64, 4, 3, 32)))
+# multiprocessors busy, with many tiles in flight. On an H200 it takes as long as FlashInfer's plans, to which it is the alternative; short
+# rows take longer than with the tile in registers that `cut_of` gives.
+LONG = (64, 4, 3, 32)
 WIDE = 128  # with more channels per head, the keys and values of a tile and the next tile need the registers of 8 warps
-LONG = 1024  # a row of so many tokens does not delay the other rows of a batch of many rows
+LONG_ROW = 1024  # a row of so many tokens does not delay the other rows of a batch of many rows
 
 
 def cut_of(batch_size: int, head_dim: int, memory: int, *, fp8: bool = False) -> tuple[int, int, int, int]:
@@ -47,9 +48,9 @@ def cut_of(batch_size: int, head_dim: int, memory: int, *, fp8: bool = False) ->
     return 64, warps if head_dim <= WIDE else 8, 0, splits
 
 
-def long_cut_of(batch_size: int, head_dim: int, memory: int) -> tuple[int, int, int, int]:
+def long_cut_of(head_dim: int, memory: int) -> tuple[int, int, int, int]:
     """Return the tile configuration for up to `PIPELINED` rows of any lengths, in the form of `cut_of`."""
-    return _largest(next(cut for rows, cut in LONG_ROWS if batch_size <= rows), head_dim, memory)
+    return _largest(LONG, head_dim, memory)
 
 
 def _largest(best: tuple[int, int, int, int], head_dim: int, memory: int) -> tuple[int, int, int, int]:
@@ -87,7 +88,7 @@ class FusedDecodePlan:
         memory = shared_memory(device) if device.type == "cuda" else LARGEST
         if cut and not attention_fits(cut, head_dim, memory):
             raise CutError(f"cut {tuple(cut)} (tile, warps, stages, splits) does not fit head_dim {head_dim} in {memory} bytes of memory")
-        default = long_cut_of(batch_size, head_dim, memory) if long else cut_of(batch_size, head_dim, memory, fp8=fp8)
+        default = long_cut_of(head_dim, memory) if long else cut_of(batch_size, head_dim, memory, fp8=fp8)
         self.tile, self.warps, self.stages, self.splits = cut or default
         # Rows that are not split have no partial results: the kernel gets addresses that it never uses.
         shape = (1, 1, 1) if self.splits == 1 else (batch_size, num_heads, self.splits)
@@ -105,5 +106,5 @@ class FusedDecodePlan:
             many = self.splits * self.batch_size * self.num_kv_heads >= FP8_PROGRAMS
             return total <= FP8_TOKENS or (many and longest * len(lens) <= 2 * total)
         if self.stages:
-            return longest <= self.splits * max(LONG, total // 8)
+            return longest <= self.splits * max(LONG_ROW, total // 8)
         return total <= MOST_TOKENS and longest <= MOST_TILES * self.tile * self.splits

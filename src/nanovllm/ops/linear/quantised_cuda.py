@@ -55,6 +55,11 @@ def _limits(device: torch.device) -> tuple[int, int]:
     return processors(device), shared_memory(device)
 
 
+def on_hopper(like: Tensor) -> bool:
+    """Whether products with such a tensor are in bfloat16 on a GPU of compute capability 9.0 or more."""
+    return like.dtype == torch.bfloat16 and dependent_launch(like.device)
+
+
 def norm_product(
     x: Float[Tensor, "B K"],
     weight: QuantisedMatrix,
@@ -71,7 +76,7 @@ def norm_product(
 
     new = dependent_launch(x.device)
     if len(x) <= SPLIT_ROWS and weight.order is None and not (gated and (bias is not None or residual is not None)):
-        tile = given_tile(cut, weight, len(x), gated, *_limits(x.device))
+        tile = given_tile(cut, weight, len(x), gated, *_limits(x.device), hopper=on_hopper(x) and (gain is None or gain.dtype == x.dtype))
         residual = None if residual is None else residual.contiguous()
         if isinstance(tile, DirectTile):
             return _direct(x.contiguous(), weight, gain, bias, residual, eps, gated, tile, act)
@@ -95,11 +100,12 @@ def product(
     from nanovllm.ops.linear import triton_many_rows, triton_quantised_few
 
     x, weight = in_order(x, weight)
-    new, alone = dependent_launch(x.device), gated and bias is None and gates_alone(weight, len(x), cut)  # then one launch does all
+    new, hopper = dependent_launch(x.device), on_hopper(x)
+    alone = gated and bias is None and gates_alone(weight, len(x), cut, hopper=hopper)  # then one launch does all
     if _by_torch(x, weight):
         y = _of_many_rows(x, weight, bias)
         return triton_many_rows.gate(y, new, act) if gated else y
-    tile = given_tile(cut, weight, len(x), alone, *_limits(x.device))
+    tile = given_tile(cut, weight, len(x), alone, *_limits(x.device), hopper=hopper)
     if isinstance(tile, FewTile):
         y = triton_quantised_few.launch(x, weight, None, bias, None, 0.0, alone, tile, new, act, new)
     elif isinstance(tile, DirectTile):
@@ -128,7 +134,7 @@ def product_add_norm(
     if _by_torch(x, weight):
         parts, bias = _of_many_rows(x, weight, bias).unsqueeze(0), None
     else:
-        tile = given_tile(cut, weight, len(x), False, *_limits(x.device), split=True)
+        tile = given_tile(cut, weight, len(x), False, *_limits(x.device), split=True, hopper=on_hopper(x))
         if isinstance(tile, FewTile):
             raise BrokenInvariantError(f"{tile} is for products without a norm behind them")
         if isinstance(tile, DirectTile):
@@ -162,7 +168,7 @@ def _direct(
     """The product by the kernel whose codes go from memory to registers. Raises `CutError` if it has no form for this GPU or dtype."""
     from nanovllm.ops.linear import triton_quantised_direct
 
-    if not dependent_launch(x.device) or x.dtype != torch.bfloat16 or (gain is not None and gain.dtype != x.dtype):
+    if not on_hopper(x) or (gain is not None and gain.dtype != x.dtype):
         raise CutError(f"{tile} is for bfloat16 on GPUs of compute capability 9.0")
     return triton_quantised_direct.launch(x, weight, gain, bias, residual, eps, gated, tile, True, act, True)
 

@@ -19,8 +19,15 @@ SUMMED_PARTS = 64  # rows up to which parts of a product are summed by a kernel 
 # The least rows that it multiplies by default, with a matrix of at least `LARGE` bytes of codes, and with a smaller one.
 SPLIT_FROM = MappingProxyType({"int4": (1, 1), "int8": (1, 3), "fp8": (2, 3)})
 LARGE = 8 << 20
-# How many rows the kernel whose programs take all rows multiplies by default, by kind of codes.
-ALL_ROWS = MappingProxyType({"int4": range(0), "int8": range(0), "fp8": range(0)})
+# How many rows the kernel whose programs take all rows multiplies by default with a large matrix: those of a gate and its up projection,
+# other products, and those before a norm, which may divide their inputs in any kernel. Others were slower, or were not measured (int8).
+NONE = range(0)
+ALL_ROWS = MappingProxyType(
+    {"int4": (range(17, 97), range(17, 97), range(17, 97)), "fp8": (range(33, 257), range(65, 193), NONE), "int8": (NONE, NONE, NONE)}
+)
+# How many rows the kernel whose codes go from memory to registers multiplies by default with a large matrix.
+DIRECT_ROWS = MappingProxyType({"int4": 16, "fp8": 1, "int8": 0})
+LONG_INPUTS = 8192  # of a product: then its programs have 8 warps
 MOST_TAKEN = 256  # rows of a program of it
 GATED_ROWS = 64  # with 4-bit codes: above it, a product and its gate are two launches, because a program has no room for two matrices
 FUSED_ROWS = 512  # above it, a matrix is dequantised into memory once and torch multiplies
@@ -108,15 +115,17 @@ KERNEL = MappingProxyType({len(fields(kind)): kind for kind in (FewTile, ManyTil
 
 
 def given_tile(
-    cut: Sequence[int], matrix: QuantisedMatrix, rows: int, gated: bool, processors: int, memory: int, *, split: bool = False
-) -> Tile:
+    cut: Sequence[int], matrix: QuantisedMatrix, rows: int, gated: bool, processors: int, memory: int, *, split: bool = False,
+    hopper: bool = False,
+) -> Tile:  # fmt: skip
     """Return the tile configuration of a cut, which also says which kernel multiplies; that of `usual_tile` if the cut is empty.
 
-    `split` says whether a norm follows, which can also add the sums of programs that divide the inputs. Raises `CutError` if no kernel can
-    use the cut.
+    `split` says whether a norm follows, which can also add the sums of programs that divide the inputs, and `hopper` whether the product is
+    in bfloat16 on a GPU of compute capability 9.0 or more, where two more kernels are defaults. Raises `CutError` if no kernel can use the
+    cut.
     """
     if not cut:
-        return usual_tile(matrix, rows, gated, processors, memory, split=split)
+        return usual_tile(matrix, rows, gated, processors, memory, split=split, hopper=hopper)
     if len(cut) not in KERNEL:
         raise CutError(f"cut {tuple(cut)} has {len(cut)} numbers, which names none of the kernels of quantised matrices")
     tile = named(KERNEL[len(cut)], cut)
@@ -125,13 +134,17 @@ def given_tile(
     return tile
 
 
-def usual_tile(matrix: QuantisedMatrix, rows: int, gated: bool, processors: int, memory: int, *, split: bool = False) -> Tile:
-    """Return the default: the kernel that multiplies so many rows, and its tile configuration."""
+def usual_tile(
+    matrix: QuantisedMatrix, rows: int, gated: bool, processors: int, memory: int, *, split: bool = False, hopper: bool = False
+) -> Tile:
+    """Return the default: the kernel that multiplies so many rows, and its tile configuration. The arguments are those of `given_tile`."""
+    if hopper and serves_direct(matrix, rows, gated):
+        return direct_tile(matrix, rows, gated)
     if serves_split(matrix, rows):
         return split_tile(matrix, rows, gated, processors, memory, split=split)
     if serves_few(matrix, rows) and not split:
         return few_tile(matrix, gated)
-    if serves_rows(matrix, rows):
+    if hopper and serves_rows(matrix, rows, gated, split=split):
         return rows_tile(matrix, rows, gated, processors, memory)
     tile = many_tile(matrix, rows, gated, processors, memory, split=split)
     return tile if split or gated else replace(tile, parts=parts_of_product(matrix, tile, rows, processors))
@@ -152,9 +165,9 @@ def tile_fits(tile: Tile, matrix: QuantisedMatrix, rows: int, gated: bool, memor
             return rows_fits(tile, matrix, gated, memory, split=split or not gated)
 
 
-def gates_alone(matrix: QuantisedMatrix, rows: int, cut: Sequence[int] = ()) -> bool:
+def gates_alone(matrix: QuantisedMatrix, rows: int, cut: Sequence[int] = (), *, hopper: bool = False) -> bool:
     """Return whether a gated product of so many rows is one launch, in which a program multiplies with both matrices."""
-    taken = len(cut) == len(fields(RowsTile)) or (not cut and serves_rows(matrix, rows))
+    taken = len(cut) == len(fields(RowsTile)) or (not cut and hopper and serves_rows(matrix, rows, True))
     return matrix.bits == 8 or rows <= GATED_ROWS or taken
 
 
@@ -173,9 +186,28 @@ def serves_split(matrix: QuantisedMatrix, rows: int) -> bool:
     return SPLIT_FROM[matrix.kind][0 if large(matrix) else 1] <= rows <= SPLIT_ROWS and whole
 
 
-def serves_rows(matrix: QuantisedMatrix, rows: int) -> bool:
+def serves_rows(matrix: QuantisedMatrix, rows: int, gated: bool, *, split: bool = False) -> bool:
     """Return whether the kernel whose programs take all rows is the one that multiplies so many rows with this matrix."""
-    return rows in ALL_ROWS[matrix.kind] and _in_blocks(matrix)
+    taken = ALL_ROWS[matrix.kind][0 if gated else 2 if split else 1]
+    return rows in taken and large(matrix) and _in_blocks(matrix) and _as_measured(matrix)
+
+
+def serves_direct(matrix: QuantisedMatrix, rows: int, gated: bool) -> bool:
+    """Return whether the kernel whose codes go from memory to registers multiplies so many rows with this matrix, where there is one."""
+    if rows > DIRECT_ROWS[matrix.kind] or not large(matrix) or not _as_measured(matrix):
+        return False
+    tile = direct_tile(matrix, rows, gated)
+    return tile.depth * tile.warps >= 8 and direct_fits(tile, matrix, rows, gated)
+
+
+def serves_closely(matrix: QuantisedMatrix, rows: int, gated: bool, *, hopper: bool) -> bool:
+    """Return whether a kernel multiplies so many rows that also computes the norm of its input and adds a residual."""
+    return serves_few(matrix, rows) or (hopper and serves_direct(matrix, rows, gated))
+
+
+def _as_measured(matrix: QuantisedMatrix) -> bool:
+    """Return whether a matrix has the scales with which the newer kernels were measured: those of 8-bit codes are one for each row."""
+    return matrix.bits == 4 or matrix.scales.shape[-1] == 1
 
 
 def _in_blocks(matrix: QuantisedMatrix) -> bool:
@@ -257,6 +289,17 @@ def direct_fits(tile: DirectTile, matrix: QuantisedMatrix, rows: int, gated: boo
     whole = matrix.columns % (BLOCK * tile.depth * tile.warps) == 0 and (matrix.group % BLOCK == 0 or matrix.group >= matrix.columns)
     words = tile.depth * tile.outputs // 16 * (2 if gated else 1) * 8 * (1 if matrix.bits == 4 else 2)
     return whole and rows <= SPLIT_ROWS and words <= MOST_HELD * 4 // 5 and not (gated and matrix.rows > 1 and outputs % matrix.rows)
+
+
+def direct_tile(matrix: QuantisedMatrix, rows: int, gated: bool) -> DirectTile:
+    """Choose the tile configuration for rows that `serves_direct`, by what was measured in whole layers. Its depth divides the inputs."""
+    if not gated and matrix.columns >= LONG_INPUTS and rows <= 8:
+        tile = DirectTile(depth=2 if matrix.bits == 4 else 1, warps=8, registers=128)
+    else:
+        tile = DirectTile(depth=4 if matrix.bits == 4 and rows <= 8 else 2, warps=4, registers=168)
+    while tile.depth > 1 and matrix.columns % (BLOCK * tile.depth * tile.warps):
+        tile = replace(tile, depth=tile.depth // 2)
+    return tile
 
 
 def split_columns(rows: int) -> int:
@@ -355,16 +398,23 @@ def many_fits(tile: ManyTile, matrix: QuantisedMatrix, gated: bool, memory: int,
 def rows_tile(matrix: QuantisedMatrix, rows: int, gated: bool, processors: int, memory: int) -> RowsTile:
     """Choose the tile configuration of the kernel whose programs take all rows, with `memory` bytes of shared memory.
 
-    Two accumulators are enough for any number of rows up to 256 with at most a third of them unused. Up to 128 rows two programs of 8 warps
-    share a multiprocessor. The inputs are divided between programs while these are fewer than multiprocessors, but not those of a gate.
+    Two accumulators are enough for any number of rows up to 256 with at most a third of them unused. The inputs are divided between
+    programs while these are fewer than multiprocessors, but not those of a gate. Steps of a whole block of 4-bit codes take half the time
+    of steps of half a block. From 129 rows on, gates of 8-bit codes are programs of half the rows: one would fill a multiprocessor.
     """
+    four = matrix.bits == 4
+    if gated and not four and rows > 128:
+        return rows_tile(matrix, (rows + 1) // 2, gated, processors, memory)
     padded, span = min(MOST_TAKEN, max(16, 1 << (rows - 1).bit_length())), BLOCK // matrix.fields
     head, tail = (padded // 2, padded // 4) if padded >= 64 and rows <= padded * 3 // 4 else (padded, 0)
-    small = head + tail <= 64
-    programs, parts = -(-matrix.shape[0] // 128) * -(-rows // (head + tail)), 1
-    while not gated and parts < 8 and 2 * programs * parts <= processors and matrix.columns % (2 * parts * BLOCK) == 0:
+    taken = head + tail
+    low = not four and taken <= (64 if gated else 96) and (gated or tail > 0)
+    outputs, places = 64 if low else 128, processors * (1 if four and taken > 32 else 2)
+    programs, parts, most = -(-matrix.shape[0] // 128) * -(-rows // taken), 1, 4 if four or taken <= 128 else 2
+    while not gated and parts < most and 2 * programs * parts <= places and matrix.columns % (2 * parts * BLOCK) == 0:
         parts *= 2
-    tile = RowsTile(rows=head, tail=tail, depth=span if small else span // 2, stages=3 if small else 4, parts=parts)
+    depth, stages = (span, 3) if four or taken <= 64 else (span // 2, 4)
+    tile = RowsTile(outputs=outputs, rows=head, tail=tail, depth=depth, stages=stages, parts=parts, warps=outputs // 16)
     while tile.stages > 1 and not rows_fits(tile, matrix, gated, memory, split=not gated):
         tile = replace(tile, stages=tile.stages - 1)
     return tile
