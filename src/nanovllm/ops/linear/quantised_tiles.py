@@ -404,7 +404,7 @@ def rows_tile(matrix: QuantisedMatrix, rows: int, gated: bool, processors: int, 
     """
     four = matrix.bits == 4
     if gated and not four and rows > 128:
-        return rows_tile(matrix, (rows + 1) // 2, gated, processors, memory)
+        return rows_tile(matrix, (min(rows, MOST_TAKEN) + 1) // 2, gated, processors, memory)
     padded, span = min(MOST_TAKEN, max(16, 1 << (rows - 1).bit_length())), BLOCK // matrix.fields
     head, tail = (padded // 2, padded // 4) if padded >= 64 and rows <= padded * 3 // 4 else (padded, 0)
     taken = head + tail
