@@ -1,5 +1,6 @@
 """The static buffers of captured steps, on a CPU: what is filled in is what a replay would read."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,3 +90,24 @@ def test_tuned_tiles_of_attention_are_not_those_of_kv_in_fp8() -> None:
         graphs: Any = SimpleNamespace(_fused_plans={}, _model=model, _cuts=cuts, _device=device, _fp8=fp8)
         plan = StepGraphs._fused_plan(graphs, 8)
         assert (plan.tile, plan.warps, plan.stages, plan.splits) == used
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_few_long_rows_attend_by_our_own_kernel_where_flashinfer_has_no_plans(graphs: StepGraphs, ready: bool) -> None:
+    """All rows of many do, then, by the plans that divide each row by its length; and rows that are not long in the usual way."""
+    graphs._fused, graphs._seen, graphs._longest = True, 40_000, 1
+    graphs._attention = SimpleNamespace(ready=lambda: ready, decode_plans=lambda size: SimpleNamespace(update=lambda host: None))  # pyright: ignore[reportAttributeAccessIssue]
+    graphs._cascade_plans = {4: SimpleNamespace(update=lambda runs: False), 24: SimpleNamespace(update=lambda runs: True)}  # pyright: ignore[reportAttributeAccessIssue]
+    graphs._cascades = SimpleNamespace(policy=SimpleNamespace(decode=lambda host: None, may_share=lambda size, longest: False))  # pyright: ignore[reportAttributeAccessIssue]
+    few, many = ("planned", "planned") if ready else ("long", "shared")
+    assert graphs.ways(4) == ["fused", few] and graphs.ways(24) == ["fused", many]
+    for size, long in ((4, few), (24, many)):
+        for tokens, way in ((100, "fused"), (30_000, long)):
+            host = replace(batch(size, 1, 0), seq_lens=np.full(size, tokens, np.int32), page_counts=np.ones(size, np.int32))
+            host.seq_lens[1:] = 100
+            assert graphs._follow(host) == way, (size, tokens)
+    assert graphs.fused_handle(replace(host, page_counts=np.array([30_000 // PAGE, *[1] * 23], np.int32))) is None
+    some = replace(batch(4, 1, 0), page_counts=np.array([30_000 // PAGE, 1, 1, 1], np.int32))
+    handle = graphs.fused_handle(some)
+    assert handle is None if ready else handle == graphs._long_plan(4).handle
+    assert graphs.fused_handle(replace(some, page_counts=np.ones(4, np.int32))) == 0

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import nanovllm as nv
-from nanovllm.executor.captured_step import CapturedStep
+from nanovllm.executor.attention_plans import Attention
+from nanovllm.executor.batch import HostBatch
+from nanovllm.executor.captured_step import CapturedStep, Way
 from nanovllm.executor.cuda_graphs import StepGraphs
 from nanovllm.executor.graph_executor import GraphExecutor
 from nanovllm.sampling.row_options import KINDS
@@ -103,6 +105,24 @@ def test_nothing_is_captured_while_serving(model: nv.Model) -> None:
             live = [rid for rid in live if rid not in ended]
     assert not made, f"{len(made)} graphs were captured in {steps} steps"
     assert {way for way, _ in kinds} == {"fused", "planned", "shared"} and {each for _, each in kinds} == set(KINDS)
+    nv.check(state)
+
+
+def test_long_rows_without_flashinfer(model: nv.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels are being built, or cannot be: few long rows then attend by our own kernel in many splits."""
+    monkeypatch.setattr(Attention, "ready", lambda self: False)
+    prompts, ways, follow = random_prompts(model, *[3000] * 7, 20), set[str](), StepGraphs._follow
+
+    def noted(self: StepGraphs, host: HostBatch) -> Way:
+        ways.add(way := follow(self, host))
+        return way
+
+    monkeypatch.setattr(StepGraphs, "_follow", noted)
+    state, made = nv.generate_many(model, nv.init_state(model, **LIMITS), prompts, PLAIN)
+    assert "long" in ways and "planned" not in ways
+    _, want = nv.generate_many(model, nv.init_state(model, compile=False, **LIMITS), prompts, PLAIN)
+    for prompt, reply, one in zip(prompts, made, want, strict=True):
+        require_same(model, prompt, reply.token_ids, one.token_ids, LIMITS)
     nv.check(state)
 
 

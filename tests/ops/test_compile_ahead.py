@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Thread, get_ident
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +37,8 @@ class Kernel:
 class Compiled:
     """Stands for a compiled kernel. Triton builds what launches it, and loads it, when `run` is read."""
 
+    src = metadata = None
+
     def __init__(self, loaded: list[str], data: str) -> None:
         self._loaded, self._data = loaded, data
 
@@ -51,6 +53,8 @@ def first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Firs
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path / "triton"))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="a GPU"))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    launchers = SimpleNamespace(launcher_cls=lambda src, metadata: None)
+    monkeypatch.setattr("triton.runtime.driver", SimpleNamespace(active=launchers))
     return lambda *properties: FirstStart(torch.device("cuda"), *properties)
 
 
@@ -69,6 +73,18 @@ def test_a_rehearsal_compiles_each_kernel_once_and_launches_none(first: Callable
     assert not one.launched + two.launched + broken.launched
     one.launch("c")
     assert one.launched == 1 and knobs.runtime.jit_cache_hook is None
+
+
+def test_kernels_are_built_in_threads_and_loaded_in_one(first: Callable[..., FirstStart], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What launches a kernel may be another kernel's if two threads load at the same time. In threads it is built and thrown away."""
+    built, loaded = list[int](), list[int]()
+    launchers = SimpleNamespace(launcher_cls=lambda src, metadata: built.append(get_ident()))
+    monkeypatch.setattr("triton.runtime.driver", SimpleNamespace(active=launchers))
+    monkeypatch.setattr(Compiled, "run", property(lambda self: loaded.append(get_ident())))
+    kernel = Kernel("one")
+    first(1).rehearse(lambda: [kernel.launch(key) for key in "abcdef"] and None)
+    assert loaded == [get_ident()] * 6
+    assert len(built) == 6 and get_ident() not in built
 
 
 def test_other_threads_launch_during_a_rehearsal(first: Callable[..., FirstStart]) -> None:

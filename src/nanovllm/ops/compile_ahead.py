@@ -2,8 +2,12 @@
 
 Triton compiles a kernel when it is first launched, one after the other: half a second each, of which most is spent in other programs.
 Triton 3.6 also builds a C function for each signature, which launches the kernel: another tenth of a second, in a C compiler. A rehearsal
-of the start finds the kernels first: launches of kernels that this process has not loaded are noted and left out. Then all are compiled and
-loaded in threads, and the real start finds them.
+of the start finds the kernels first: launches of kernels that this process has not loaded are noted and left out. Then all are compiled in
+threads and loaded one after the other, and the real start finds them.
+
+Only one thread may load such C functions. Each is the `launch` of an extension module, and all these modules have one name. Python loads
+such a module again by copying it into the module that has the name at present. So a second thread can replace `launch` before the first one
+has read it. A kernel is then launched as if it were another one: that raises an exception at best, or writes to any address.
 """
 
 import hashlib
@@ -12,12 +16,13 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import get_ident
-from typing import Any
+from threading import Lock, get_ident
+from typing import Any, cast
 
 import torch
 
 THREADS = 16
+_LOADING = Lock()  # what it guards belongs to the whole process
 
 
 class FirstStart:
@@ -59,7 +64,7 @@ class FirstStart:
 
 
 def compile_ahead(device: torch.device, calls: Iterable[Callable[[], object]]) -> None:
-    """Run each call without the kernels that are not loaded, whose results are then garbage, and compile these in threads.
+    """Run each call without the kernels that are not loaded, whose results are then garbage, and compile these in threads. Load them here.
 
     A call that fails, or a kernel that does not compile, fails again where it is really used.
     """
@@ -68,17 +73,28 @@ def compile_ahead(device: torch.device, calls: Iterable[Callable[[], object]]) -
             with suppress(Exception):
                 call()
     threads = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
-    try:
-        for done in [threads.submit(_load, device, function, data) for function, data in kernels]:
-            with suppress(Exception):
-                done.result()
-    finally:
-        threads.shutdown(cancel_futures=True)  # some are left only after Ctrl-C
+    with _LOADING:
+        made, compiled = list[Any](), [threads.submit(_compile, device, function, data) for function, data in kernels]
+        try:
+            for each in compiled:
+                with suppress(Exception):
+                    made.append(each.result())
+        finally:
+            threads.shutdown(cancel_futures=True)  # some are left only after Ctrl-C
+        with torch.cuda.device(device):
+            for kernel in made:
+                with suppress(Exception):
+                    _ = kernel.run
 
 
-def _load(device: torch.device, function: Any, data: str) -> None:
+def _compile(device: torch.device, function: Any, data: str) -> Any:
+    """Compile a kernel, and build what launches it. That is on disk then, and is not used from here."""
+    from triton.runtime import driver
+
     with torch.cuda.device(device):  # a new thread has the first GPU
-        _ = function.preload(data).run  # builds what launches the kernel, and loads both
+        kernel, active = function.preload(data), cast(Any, driver.active)
+        active.launcher_cls(kernel.src, kernel.metadata)
+    return kernel
 
 
 @contextmanager

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from nanovllm.models.tuning.launches import Codes, Machine, Work
+from nanovllm.models.tuning.quantised_candidates import default_cut, others, steps, valid
 from nanovllm.ops.linear.quantise import Kind
-from nanovllm.ops.linear.quantised_tiles import DirectTile, direct_fits
+from nanovllm.ops.linear.quantised import QuantisedMatrix
+from nanovllm.ops.linear.quantised_tiles import DirectTile, direct_fits, direct_tile, serves_closely, serves_direct, usual_tile
 from nanovllm.testing.quantised_problems import quantised_problem
 from tests.ops.linear.test_quantised_kernels import error
 from tests.ops.test_kernels_compile import Compiled, compiled  # noqa: F401  (a fixture)
@@ -90,3 +93,46 @@ def test_registers_suffice(
     file.write_bytes(compiled[0].asm["cubin"])
     told = subprocess.run([knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file], capture_output=True, text=True, check=True).stdout
     assert "STACK:0" in told, told
+
+
+def matrix_of(kind: Kind, outputs: int, columns: int, **more: Any) -> QuantisedMatrix:
+    """A matrix of these sizes without codes."""
+    return Codes(kind=kind, **{"group": 128 if kind == "int4" else columns, "rows": 1, "zeros": False, **more}).matrix(outputs, columns)
+
+
+def test_what_it_multiplies_by_default() -> None:
+    """Large matrices, with the scales and the numbers of rows that were measured, in bfloat16 on a GPU that can run it."""
+    square, small = matrix_of("int4", 4096, 4096), matrix_of("int4", 1024, 4096)
+    assert [serves_direct(square, rows, False) for rows in (1, 16, 17)] == [True, True, False]
+    assert not serves_direct(small, 1, False) and serves_direct(matrix_of("int4", 24576, 4096, zeros=True), 8, True)
+    wide = matrix_of("fp8", 4096, 12288)
+    assert [serves_direct(wide, rows, False) for rows in (1, 2)] == [True, False]
+    assert not serves_direct(matrix_of("fp8", 4096, 12288, group=128, rows=128), 1, False)
+    assert not serves_direct(matrix_of("int8", 4096, 12288), 1, False)
+    assert not serves_direct(matrix_of("int4", 37888, 3584), 1, True)  # 28 blocks of columns
+    for rows, split in ((1, False), (16, False), (16, True)):
+        tiles = [usual_tile(square, rows, False, 132, 200_000, split=split, hopper=hopper) for hopper in (True, False)]
+        assert [isinstance(tile, DirectTile) for tile in tiles] == [True, False]
+        assert [serves_closely(square, rows, False, hopper=hopper) for hopper in (True, False)] == [True, False]
+
+
+@pytest.mark.parametrize("columns", [1024, 4096, 5120, 8192, 12288, 25600, 28672])
+def test_default_tiles_fit(columns: int) -> None:
+    """All blocks of a row are divided evenly, and enough of them are on the way."""
+    served: list[tuple[Kind, int]] = [("int4", 1), ("int4", 8), ("int4", 9), ("int4", 16), ("fp8", 1)]
+    for kind, rows in served:
+        for gated in (False, True):
+            matrix = matrix_of(kind, 32768, columns)
+            tile = direct_tile(matrix, rows, gated)
+            assert direct_fits(tile, matrix, rows, gated) and serves_direct(matrix, rows, gated) and tile.depth * tile.warps >= 8
+
+
+def test_a_tuner_knows_it() -> None:
+    work = Work(
+        part="qkv", form="few", rows=8, outputs=6144, width=4096, norm=True, codes=Codes(kind="int4", group=128, rows=1, zeros=False)
+    )
+    for hopper in (True, False):
+        machine = Machine(processors=132, memory=200_000, hopper=hopper)
+        assert (default_cut(work, machine) == (16, 4, 4, 168)) is hopper and valid(work, (16, 4, 4, 168), machine) is hopper
+        assert ((16, 4, 4, 168) in others(work, machine)) is hopper
+    assert {(16, 2, 4, 168), (16, 4, 8, 168), (16, 4, 4, 128)} <= {*steps((16, 4, 4, 168))}

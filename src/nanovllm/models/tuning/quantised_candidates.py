@@ -16,20 +16,20 @@ from nanovllm.ops.linear.quantised_tiles import (
     gates_alone,
     many_tile,
     regular,
-    rows_tile,
     split_tile,
     tile_fits,
     usual_tile,
 )
 
 STAGES = (2, 6)  # least and greatest values to try
-DOUBLED = ("outputs", "rows", "tail", "depth", "warps", "parts")  # fields whose values are powers of two
+REGISTERS = (128, 168)  # of a thread: then 4 and 3 programs of 4 warps share a multiprocessor
+DOUBLED = ("outputs", "rows", "depth", "warps", "parts")  # fields whose values are powers of two
 
 
 def default_cut(work: Work, machine: Machine) -> Cut:
     """The default tile configuration, spelled out."""
     sizes = machine.processors, machine.memory
-    return astuple(usual_tile(work.matrix, work.rows, _gated(work, machine), *sizes, split=_split(work), hopper=machine.hopper))
+    return astuple(usual_tile(work.matrix, work.rows, _gated(work), *sizes, split=_split(work), hopper=machine.hopper))
 
 
 def valid(work: Work, cut: Cut, machine: Machine) -> bool:
@@ -38,17 +38,16 @@ def valid(work: Work, cut: Cut, machine: Machine) -> bool:
         return False
     if KERNEL[len(cut)] is DirectTile and not machine.hopper:
         return False
-    gated = _gated(work, machine, cut)
+    gated = _gated(work)
     return tile_fits(named(KERNEL[len(cut)], cut), work.matrix, work.rows, gated, machine.memory, split=_split(work))
 
 
 def others(work: Work, machine: Machine) -> list[Cut]:
     """The default tile configurations of all kernels."""
-    matrix, sizes, split, gated = work.matrix, (machine.processors, machine.memory), _split(work), _gated(work, machine)
+    matrix, sizes, split, gated = work.matrix, (machine.processors, machine.memory), _split(work), _gated(work)
     tiles = [
         split_tile(matrix, work.rows, gated, *sizes, split=split),
         many_tile(matrix, work.rows, gated, *sizes, split=split),
-        rows_tile(matrix, work.rows, work.gated, *sizes),
         direct_tile(matrix, work.rows, gated),
         *([few_tile(matrix, gated)] if regular(matrix) else []),
     ]
@@ -59,7 +58,9 @@ def steps(cut: Cut) -> Iterator[Cut]:
     """The tile configurations that differ in one field by one step. Some may not fit."""
     tile = named(KERNEL[len(cut)], cut)
     for name, value in asdict(tile).items():
-        if name in DOUBLED:
+        if name == "registers":
+            yield from (astuple(replace(tile, registers=near)) for near in REGISTERS if near != value)
+        elif name in DOUBLED:
             for near in (value // 2, value * 2):
                 if near >= 1:
                     yield astuple(replace(tile, **{name: near}))
@@ -69,8 +70,8 @@ def steps(cut: Cut) -> Iterator[Cut]:
                     yield astuple(replace(tile, **{name: near}))
 
 
-def _gated(work: Work, machine: Machine, cut: Cut = ()) -> bool:
-    return work.gated and gates_alone(work.matrix, work.rows, cut, hopper=machine.hopper)
+def _gated(work: Work) -> bool:
+    return work.gated and gates_alone(work.matrix, work.rows)
 
 
 def _split(work: Work) -> bool:

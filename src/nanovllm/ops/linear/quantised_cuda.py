@@ -24,7 +24,6 @@ from nanovllm.ops.linear.quantised_tiles import (
     DirectTile,
     FewTile,
     ManyTile,
-    RowsTile,
     SplitTile,
     gates_alone,
     given_tile,
@@ -100,12 +99,11 @@ def product(
     from nanovllm.ops.linear import triton_many_rows, triton_quantised_few
 
     x, weight = in_order(x, weight)
-    new, hopper = dependent_launch(x.device), on_hopper(x)
-    alone = gated and bias is None and gates_alone(weight, len(x), cut, hopper=hopper)  # then one launch does all
+    new, alone = dependent_launch(x.device), gated and bias is None and gates_alone(weight, len(x))  # then one launch does all
     if _by_torch(x, weight):
         y = _of_many_rows(x, weight, bias)
         return triton_many_rows.gate(y, new, act) if gated else y
-    tile = given_tile(cut, weight, len(x), alone, *_limits(x.device), hopper=hopper)
+    tile = given_tile(cut, weight, len(x), alone, *_limits(x.device), hopper=on_hopper(x))
     if isinstance(tile, FewTile):
         y = triton_quantised_few.launch(x, weight, None, bias, None, 0.0, alone, tile, new, act, new)
     elif isinstance(tile, DirectTile):
@@ -148,14 +146,12 @@ def product_add_norm(
 
 
 def _on_tensor_cores(
-    x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, gated: bool, tile: ManyTile | SplitTile | RowsTile, act: str = "silu"
+    x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, gated: bool, tile: ManyTile | SplitTile, act: str = "silu"
 ) -> Float[Tensor, "*parts B N"]:
     """The product, or the sums of several parts in float32, by the kernel of the tile."""
-    from nanovllm.ops.linear import triton_quantised_many, triton_quantised_rows, triton_quantised_split
+    from nanovllm.ops.linear import triton_quantised_many, triton_quantised_split
 
     new = dependent_launch(x.device)
-    if isinstance(tile, RowsTile):
-        return triton_quantised_rows.product(x, weight, bias, gated, tile, new, act, new)
     if isinstance(tile, SplitTile):
         return triton_quantised_split.product(x, weight, bias, gated, tile, new, act, new)
     return triton_quantised_many.product(x, weight, bias, gated, tile, new, act, new)

@@ -19,16 +19,9 @@ SUMMED_PARTS = 64  # rows up to which parts of a product are summed by a kernel 
 # The least rows that it multiplies by default, with a matrix of at least `LARGE` bytes of codes, and with a smaller one.
 SPLIT_FROM = MappingProxyType({"int4": (1, 1), "int8": (1, 3), "fp8": (2, 3)})
 LARGE = 8 << 20
-# How many rows the kernel whose programs take all rows multiplies by default with a large matrix: those of a gate and its up projection,
-# other products, and those before a norm, which may divide their inputs in any kernel. Others were slower, or were not measured (int8).
-NONE = range(0)
-ALL_ROWS = MappingProxyType(
-    {"int4": (range(17, 97), range(17, 97), range(17, 97)), "fp8": (range(33, 257), range(65, 193), NONE), "int8": (NONE, NONE, NONE)}
-)
 # How many rows the kernel whose codes go from memory to registers multiplies by default with a large matrix.
 DIRECT_ROWS = MappingProxyType({"int4": 16, "fp8": 1, "int8": 0})
 LONG_INPUTS = 8192  # of a product: then its programs have 8 warps
-MOST_TAKEN = 256  # rows of a program of it
 GATED_ROWS = 64  # with 4-bit codes: above it, a product and its gate are two launches, because a program has no room for two matrices
 FUSED_ROWS = 512  # above it, a matrix is dequantised into memory once and torch multiplies
 SCRATCH = 32 << 20  # bytes of dequantised weights at once, which stay in an H200's L2
@@ -79,23 +72,6 @@ class SplitTile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowsTile:
-    """Tile configuration of products on tensor cores whose programs take all rows.
-
-    Its fields are outputs of a program (half of them gates, if gated), rows of its first and second accumulator (the second may have none),
-    elements of codes per output and loop step (`depth`), loop steps in flight (`stages`), parts of the inputs, and warps.
-    """
-
-    outputs: int = 128
-    rows: int = 64
-    tail: int = 0
-    depth: int = 64
-    stages: int = 3
-    parts: int = 1
-    warps: int = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DirectTile:
     """Tile configuration of products on tensor cores whose codes go from memory to registers.
 
@@ -109,9 +85,9 @@ class DirectTile:
     registers: int = 128
 
 
-Tile = FewTile | ManyTile | SplitTile | RowsTile | DirectTile
+Tile = FewTile | ManyTile | SplitTile | DirectTile
 # The number of integers of a cut names its kernel.
-KERNEL = MappingProxyType({len(fields(kind)): kind for kind in (FewTile, ManyTile, SplitTile, RowsTile, DirectTile)})
+KERNEL = MappingProxyType({len(fields(kind)): kind for kind in (FewTile, ManyTile, SplitTile, DirectTile)})
 
 
 def given_tile(
@@ -144,8 +120,6 @@ def usual_tile(
         return split_tile(matrix, rows, gated, processors, memory, split=split)
     if serves_few(matrix, rows) and not split:
         return few_tile(matrix, gated)
-    if hopper and serves_rows(matrix, rows, gated, split=split):
-        return rows_tile(matrix, rows, gated, processors, memory)
     tile = many_tile(matrix, rows, gated, processors, memory, split=split)
     return tile if split or gated else replace(tile, parts=parts_of_product(matrix, tile, rows, processors))
 
@@ -161,14 +135,11 @@ def tile_fits(tile: Tile, matrix: QuantisedMatrix, rows: int, gated: bool, memor
             return direct_fits(tile, matrix, rows, gated)
         case ManyTile():
             return many_fits(tile, matrix, gated, memory, split=split or not gated)
-        case RowsTile():
-            return rows_fits(tile, matrix, gated, memory, split=split or not gated)
 
 
-def gates_alone(matrix: QuantisedMatrix, rows: int, cut: Sequence[int] = (), *, hopper: bool = False) -> bool:
+def gates_alone(matrix: QuantisedMatrix, rows: int) -> bool:
     """Return whether a gated product of so many rows is one launch, in which a program multiplies with both matrices."""
-    taken = len(cut) == len(fields(RowsTile)) or (not cut and hopper and serves_rows(matrix, rows, True))
-    return matrix.bits == 8 or rows <= GATED_ROWS or taken
+    return matrix.bits == 8 or rows <= GATED_ROWS
 
 
 def serves_few(matrix: QuantisedMatrix, rows: int) -> bool:
@@ -184,12 +155,6 @@ def serves_split(matrix: QuantisedMatrix, rows: int) -> bool:
     """Return whether the kernel whose warps divide the inputs is the one that multiplies so many rows with this matrix."""
     whole = len(matrix.shape) == 2 and matrix.columns % BLOCK == 0 and scale_form(matrix, BLOCK // matrix.fields) != "spread"
     return SPLIT_FROM[matrix.kind][0 if large(matrix) else 1] <= rows <= SPLIT_ROWS and whole
-
-
-def serves_rows(matrix: QuantisedMatrix, rows: int, gated: bool, *, split: bool = False) -> bool:
-    """Return whether the kernel whose programs take all rows is the one that multiplies so many rows with this matrix."""
-    taken = ALL_ROWS[matrix.kind][0 if gated else 2 if split else 1]
-    return rows in taken and large(matrix) and _in_blocks(matrix) and _as_measured(matrix)
 
 
 def serves_direct(matrix: QuantisedMatrix, rows: int, gated: bool) -> bool:
@@ -208,12 +173,6 @@ def serves_closely(matrix: QuantisedMatrix, rows: int, gated: bool, *, hopper: b
 def _as_measured(matrix: QuantisedMatrix) -> bool:
     """Return whether a matrix has the scales with which the newer kernels were measured: those of 8-bit codes are one for each row."""
     return matrix.bits == 4 or matrix.scales.shape[-1] == 1
-
-
-def _in_blocks(matrix: QuantisedMatrix) -> bool:
-    """Return whether a matrix consists of whole blocks of columns, each of which has one scale per row."""
-    one_scale = matrix.scales.shape[-1] == 1 or matrix.group % BLOCK == 0
-    return len(matrix.shape) == 2 and matrix.order is None and matrix.columns % BLOCK == 0 and one_scale
 
 
 def large(matrix: QuantisedMatrix) -> bool:
@@ -393,40 +352,3 @@ def many_fits(tile: ManyTile, matrix: QuantisedMatrix, gated: bool, memory: int,
         return False
     codes = tile.outputs * tile.depth * 2 * (2 if gated else 1)
     return tile.stages * (codes + tile.rows * matrix.fields * tile.depth * 2) <= memory
-
-
-def rows_tile(matrix: QuantisedMatrix, rows: int, gated: bool, processors: int, memory: int) -> RowsTile:
-    """Choose the tile configuration of the kernel whose programs take all rows, with `memory` bytes of shared memory.
-
-    Two accumulators are enough for any number of rows up to 256 with at most a third of them unused. The inputs are divided between
-    programs while these are fewer than multiprocessors, but not those of a gate. Steps of a whole block of 4-bit codes take half the time
-    of steps of half a block. From 129 rows on, gates of 8-bit codes are programs of half the rows: one would fill a multiprocessor.
-    """
-    four = matrix.bits == 4
-    if gated and not four and rows > 128:
-        return rows_tile(matrix, (min(rows, MOST_TAKEN) + 1) // 2, gated, processors, memory)
-    padded, span = min(MOST_TAKEN, max(16, 1 << (rows - 1).bit_length())), BLOCK // matrix.fields
-    head, tail = (padded // 2, padded // 4) if padded >= 64 and rows <= padded * 3 // 4 else (padded, 0)
-    taken = head + tail
-    low = not four and taken <= (64 if gated else 96) and (gated or tail > 0)
-    outputs, places = 64 if low else 128, processors * (1 if four and taken > 32 else 2)
-    programs, parts, most = -(-matrix.shape[0] // 128) * -(-rows // taken), 1, 4 if four or taken <= 128 else 2
-    while not gated and parts < most and 2 * programs * parts <= places and matrix.columns % (2 * parts * BLOCK) == 0:
-        parts *= 2
-    depth, stages = (span, 3) if four or taken <= 64 else (span // 2, 4)
-    tile = RowsTile(outputs=outputs, rows=head, tail=tail, depth=depth, stages=stages, parts=parts, warps=outputs // 16)
-    while tile.stages > 1 and not rows_fits(tile, matrix, gated, memory, split=not gated):
-        tile = replace(tile, stages=tile.stages - 1)
-    return tile
-
-
-def rows_fits(tile: RowsTile, matrix: QuantisedMatrix, gated: bool, memory: int, *, split: bool) -> bool:
-    """Return whether the kernel whose programs take all rows can use this tile configuration, with `memory` bytes of shared memory."""
-    sizes = (tile.outputs, tile.rows, tile.tail or 16, tile.depth, tile.warps)
-    if not all(value >= 16 and value & (value - 1) == 0 for value in sizes[:4]) or tile.warps not in (1, 2, 4, 8, 16):
-        return False
-    if tile.stages < 1 or not 1 <= tile.parts <= (8 if split else 1) or tile.depth > BLOCK // matrix.fields:
-        return False
-    if not _in_blocks(matrix) or matrix.columns % (tile.parts * BLOCK):
-        return False
-    return tile.stages * tile.depth * 2 * (tile.outputs + (tile.rows + tile.tail) * matrix.fields) <= memory
