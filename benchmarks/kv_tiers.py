@@ -11,7 +11,8 @@ the median of `--repeats` times in milliseconds:
 - `host`: other prompts have pushed its pages out since, and they are loaded from host memory;
 - `lost`: the same without host memory, so it runs again;
 - `pushing`: a new prompt whose pages push others out to host memory;
-- `disk`, with `--kv-dir`: an engine that was just made reads its pages from files, of which the system keeps nothing in memory.
+- `disk`, with `--kv-dir` or `--ways disk`: an engine that was just made reads its pages from files, of which the system keeps nothing in
+  memory.
 
 `users` is about `--users` users with histories of `--history` tokens. `--visits` times one of them, drawn at random, comes back with
 `--turn` new tokens and gets a reply of `--reply` tokens, which both become part of the history. `--at-once` users come at the same time,
@@ -26,8 +27,11 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -182,9 +186,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--visits", type=positive, default=64, help="visits of all users together (default: %(default)s)")
     parser.add_argument("--at-once", type=positive, default=1, help="users who come at the same time (default: %(default)s)")
     parser.add_argument("--host-kv-gib", type=float, default=16.0, help="GiB of host memory (default: %(default)s)")
-    parser.add_argument("--kv-dir", type=Path, metavar="DIR", help="an empty folder on the disk to measure (default: none is measured)")
+    folder = "an empty folder on the disk to measure (default: a temporary one if --ways names the disk, else none is measured)"
+    parser.add_argument("--kv-dir", type=Path, metavar="DIR", help=folder)
     parser.add_argument("--kv-dir-gib", type=float, default=64.0, help="size limit of the files in it in GiB (default: %(default)s)")
-    parser.add_argument("--ways", metavar="WAY,...", help=f"of {', '.join(WAYS)} (default: all, disk only with --kv-dir)")
+    parser.add_argument("--ways", metavar="WAY,...", help=f"of {', '.join(WAYS)} (default: all, the disk only with --kv-dir)")
     parser.add_argument("--which", default=",".join(WHICH), metavar="NAME,...", help="what to measure (default: %(default)s)")
     parser.add_argument("--kv-dtype", choices=["fp8"], help="the dtype of keys and values (default: the model's)")
     parser.add_argument("--commit", help="commit to record (default: the commit that git reports)")
@@ -195,8 +200,6 @@ def main(arguments: list[str] | None = None) -> None:
     ways = options.ways.split(",") if options.ways else [way for way in WAYS if way != "disk" or options.kv_dir is not None]
     if unknown := set(ways) - set(WAYS):
         parser.error(f"unknown way {', '.join(sorted(unknown))}; choose from {', '.join(WAYS)}")
-    if "disk" in ways and options.kv_dir is None:
-        parser.error("the way disk needs --kv-dir")
     which = options.which.split(",")
     if unknown := set(which) - set(WHICH):
         parser.error(f"cannot measure {', '.join(sorted(unknown))}; choose from {', '.join(WHICH)}")
@@ -205,6 +208,7 @@ def main(arguments: list[str] | None = None) -> None:
     settings = " ".join(f"--{each.replace('_', '-')} {getattr(options, each)}" for each in SIZES)
     kv = f" --kv-dtype {options.kv_dtype}" if options.kv_dtype else ""
     kv += f" --kv-dir {options.kv_dir.name}" if options.kv_dir else ""
+    kv += f" --kv-dir-gib {options.kv_dir_gib}" if "disk" in ways else ""
     command = f"python benchmarks/kv_tiers.py --model {name} {settings} --host-kv-gib {options.host_kv_gib}{kv}"
     command += f" --ways {options.ways}" if options.ways else ""
     command += f" --which {options.which}" if set(which) != set(WHICH) else ""
@@ -217,6 +221,21 @@ def main(arguments: list[str] | None = None) -> None:
             result = record(model, {"kv_tiers": results}, command, options.commit)
             options.output.write_text(json.dumps(result, indent=2) + "\n")
 
+    with ExitStack() as stack:
+        if "disk" in ways and options.kv_dir is None:
+            options.kv_dir = Path(stack.enter_context(TemporaryDirectory()))
+        measured(model, options, which, ways, note, results)
+
+
+def measured(
+    model: nv.Model,
+    options: argparse.Namespace,
+    which: list[str],
+    ways: list[str],
+    note: Callable[[str, dict[str, Any]], None],
+    results: dict[str, Any],
+) -> None:
+    """Measure what was asked for, into `results`, and tell of each part."""
     if "first_tokens" in which:
         found = first_tokens(model, options)
         results["first_token_ms"] = found | (from_disk(model, options) if "disk" in ways else {})

@@ -17,7 +17,12 @@ EIGHT = ("--model", "qwen3-8b")
 SMALL = ("--model", "qwen3-0.6b")
 WORKERS = max(8, min(28, (os.cpu_count() or 1) - 4))
 DECODE = "b1,b8,b64,offline"
-TIERS = ("--prompt", "16384", "--host-kv-gib", "32", "--which")
+TIERS = ("benchmarks/kv_tiers.py", "--prompt", "16384", "--host-kv-gib", "32", "--which", "first_tokens")
+USERS = (
+    *("benchmarks/kv_tiers.py", *EIGHT, "--which", "users", "--users", "200", "--visits", "200", "--at-once", "8"),
+    *("--turn", "64", "--reply", "64", "--ways"),
+)
+RESTART = ("benchmarks.restart", "--device", "cuda", "--repeats", "2", "--host-kv-gib", "16")
 
 
 def bench(name: str, which: str, *more: str, limit: float = 300, quiet: bool = False, by_name: bool = False) -> Part:
@@ -84,10 +89,12 @@ LIST = (
     bench("8b-fp8", DECODE, *EIGHT, "--quantization", "fp8"),
     bench("8b-int8", DECODE, *EIGHT, "--quantization", "int8"),
     bench("8b-int4", DECODE, *EIGHT, "--quantization", "int4"),
+    bench("8b-int4-head", DECODE, *EIGHT, "--quantization", "int4", "--quantize-head"),
     bench("30b-a3b-fp8", "b1,b8,b64", "--model", "qwen3-30b-a3b", "--quantization", "fp8", "--repeats", "1", by_name=True),  # as 70b-x2
     bench("0.6b-fp8", DECODE, *SMALL, "--quantization", "fp8"),
     script("kv-dtype", "benchmarks/kv_dtype.py", *SMALL),
     script("kv-dtype-8b", "benchmarks/kv_dtype.py", *EIGHT),
+    script("long-rows", "benchmarks/long_rows.py"),
     script("embed", "benchmarks/embed.py", *SMALL, "--batches", "1,8,64", quiet=True),
     bench("start", "start,bare", quiet=True),
     bench("serving", f"{DECODE},fewshot,burst,ttft", quiet=True),
@@ -95,10 +102,13 @@ LIST = (
     script("latency", "benchmarks/latency.py", *EIGHT, "--seconds", "8", "--knobs", "inf,50,35,20", quiet=True),
     script("http", "benchmarks.http_bench", *SMALL, limit=400, quiet=True),
     script("constrained", "benchmarks.constrained", *SMALL, quiet=True),
-    script("kv-tiers", "benchmarks/kv_tiers.py", *EIGHT, *TIERS, "first_tokens", quiet=True),
-    script("kv-tiers-device", "benchmarks/kv_tiers.py", *EIGHT, *TIERS, "users", "--ways", "device_only", quiet=True),
-    script("kv-tiers-host", "benchmarks/kv_tiers.py", *EIGHT, *TIERS, "users", "--ways", "host_memory", quiet=True),
-    script("restart", "benchmarks.restart", *EIGHT, "--device", "cuda", "--tokens", "2048", limit=480, quiet=True),
+    script("users-device", *USERS, "device_only"),
+    script("users-host", *USERS, "host_memory", "--host-kv-gib", "180"),  # of the host's memory
+    script("users-disk", *USERS, "disk", "--host-kv-gib", "150", "--kv-dir-gib", "30"),
+    script("restart-0.6b", *RESTART, *SMALL),
+    script("restart-8b", *RESTART, *EIGHT),
+    script("kv-tiers", *TIERS, *EIGHT, quiet=True),
+    script("kv-tiers-0.6b", *TIERS, *SMALL, quiet=True),
     script("soak", "benchmarks.soak", *SMALL, "--minutes", "10", limit=780, quiet=True),
 )
 PARTS: Mapping[str, Part] = MappingProxyType({part.name: part for part in LIST})
