@@ -34,7 +34,7 @@ from nanovllm.models.common.sharding import in_parts
 from nanovllm.models.fast.cuts import Cuts
 from nanovllm.models.model import Model
 from nanovllm.ops.attention.cascade_plan import CascadePlan
-from nanovllm.ops.attention.fused_plan import PIPELINED, FusedDecodePlan
+from nanovllm.ops.attention.fused_plan import MEDIUM, PIPELINED, FusedDecodePlan
 from nanovllm.ops.sampling.draw_parts import parts_of
 from nanovllm.sampling.penalty_tables import PenaltyTables, draw_rows
 from nanovllm.sampling.process_logits import LogitsProcessor, tokens_of
@@ -44,7 +44,7 @@ from nanovllm.sampling.tensors import Sampling
 from nanovllm.state.kv_cache import KVState, pages_for
 from nanovllm.state.pool_sizes import dummies
 from nanovllm.state.request import Sequence
-from nanovllm.types import Int64, Tensor
+from nanovllm.types import Int32, Int64, Tensor
 
 KEPT = 4  # sets of a caller's functions whose graphs are kept
 
@@ -269,7 +269,7 @@ class StepGraphs:
             return "fused"
         if not self._plans_alone():
             if self._serves_long(size):
-                return "long"
+                return "long" if self._has_long(host.seq_lens) else "fused"
             if not self._cascade_plan(size).update(own_runs(host.page_counts)):
                 raise BrokenInvariantError(f"the plan of {size} rows has no room for one run of pages per row")
             return "shared"
@@ -316,6 +316,10 @@ class StepGraphs:
         """Whether a fused plan serves so many rows of any lengths, too."""
         return self._fused and not self._fp8 and size <= PIPELINED
 
+    def _has_long(self, lens: Int32[np.ndarray, "B"]) -> bool:
+        """Whether some of few rows read so many tokens that the plan for rows of any lengths is faster than the usual one."""
+        return bool((np.minimum(lens, self._seen) > MEDIUM).any())
+
     def _long_plan(self, size: int) -> FusedDecodePlan:
         if size not in self._long_plans:
             c = self._model.config
@@ -330,7 +334,9 @@ class StepGraphs:
         most = np.minimum(host.page_counts * self._layout["page_size"], self._seen)
         if self._fused and self._fused_plan(len(most)).serves(most):
             return 0
-        return self._long_plan(len(most)).handle if not self._plans_alone() and self._serves_long(len(most)) else None
+        if self._plans_alone() or not self._serves_long(len(most)):
+            return None
+        return self._long_plan(len(most)).handle if self._has_long(most) else 0
 
     def forward(self, params: Params[Tensor], kv: KVState, batch: Batch, config: ModelConfig) -> tuple[Tensor, KVState]:
         """Donates `kv`. Run the rows of a session. Without a plan in the batch they take the fused plan of their number."""

@@ -15,7 +15,8 @@ NEAR = 8  # a boundary between prompts is taken in place of the middle if it is 
 
 
 def least_tokens(model: Model) -> int | None:
-    """The fewest tokens of a batch that runs as two halves: each has products that fill the GPU, and sums of more than `STAGE` bytes.
+    """The fewest tokens of a batch that runs as two halves: each has products that fill the GPU, and, if the cut is in the middle, sums
+    of more than `STAGE` bytes.
 
     NCCL takes such sums. Fewer tokens were not measured. None: no batch is cut, because the model is not shared by several GPUs.
     """

@@ -5,9 +5,11 @@ Triton 3.6 also builds a C function for each signature, which launches the kerne
 of the start finds the kernels first: launches of kernels that this process has not loaded are noted and left out. Then all are compiled in
 threads and loaded one after the other, and the real start finds them.
 
-Only one thread may load such C functions. Each is the `launch` of an extension module, and all these modules have one name. Python loads
-such a module again by copying it into the module that has the name at present. So a second thread can replace `launch` before the first one
-has read it. A kernel is then launched as if it were another one: that raises an exception at best, or writes to any address.
+Two threads may not load such C functions at the same time. Each is the `launch` of an extension module, and all these modules have one
+name. Python loads such a module again by copying it into the module that has the name at present. So a second thread can replace `launch`
+before the first one has read it. A kernel is then launched as if it were another one: that raises an exception at best, or writes to any
+address. What the threads here load is thrown away, and starts of several engines wait for each other. Triton itself takes no such care: a
+thread of the program that launches a new kernel of its own during a first start is not protected.
 """
 
 import hashlib

@@ -71,12 +71,14 @@ def _few(w: Layer[Tensor], like: Tensor, num_tokens: int) -> bool:
     if num_tokens > few.FEW and (w.o_norm is not None or w.down_norm is not None):
         return False  # a product with neither norm nor residual would use the kernel for many rows
     shapes = ((w.qkv, False), (w.o, False), (w.gate_up, True), (w.down, False))
-    return all(_serves_few(matrix, gated, like, num_tokens) for matrix, gated in shapes if matrix is not None)
+    alike = w.input_norm.dtype == like.dtype
+    return all(_serves_few(matrix, gated, like, num_tokens, alike) for matrix, gated in shapes if matrix is not None)
 
 
-def _serves_few(matrix: Tensor | QuantisedMatrix, gated: bool, like: Tensor, num_tokens: int) -> bool:
+def _serves_few(matrix: Tensor | QuantisedMatrix, gated: bool, like: Tensor, num_tokens: int, alike: bool) -> bool:
+    """Whether a kernel that computes the norm, too, multiplies so many tokens. `alike`: norm weights have the dtype of the model."""
     if isinstance(matrix, QuantisedMatrix):
-        return own_kernels(like.device, like.dtype) and serves_closely(matrix, num_tokens, gated, hopper=on_hopper(like))
+        return own_kernels(like.device, like.dtype) and serves_closely(matrix, num_tokens, gated, hopper=alike and on_hopper(like))
     return few.serves(like.device, like.dtype, num_tokens, matrix.shape[1], gated)
 
 

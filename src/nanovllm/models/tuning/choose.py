@@ -22,7 +22,8 @@ from nanovllm.ops.backends import dependent_launch, processors, shared_memory
 
 def machine_of(model: Model) -> Machine:
     """The properties of a model's GPU that limit tile configurations."""
-    hopper = model.dtype == torch.bfloat16 and dependent_launch(model.device)
+    gains = model.params.layers[0].input_norm.dtype
+    hopper = model.dtype == gains == torch.bfloat16 and dependent_launch(model.device)
     return Machine(processors=processors(model.device), memory=shared_memory(model.device), hopper=hopper)
 
 

@@ -32,7 +32,7 @@ KERNELS = (
 )  # fmt: skip
 QUANTISED = (
     "linear/quantised_cuda", "linear/quantised_tiles", "linear/code_layouts", "linear/triton_codes", "linear/triton_code_loop",
-    "linear/triton_quantised_few", "linear/triton_quantised_split", "linear/triton_quantised_many",
+    "linear/triton_quantised_few", "linear/triton_quantised_direct", "linear/triton_quantised_split", "linear/triton_quantised_many",
 )  # fmt: skip
 LARGEST = 1 << 20  # most bytes of a file
 

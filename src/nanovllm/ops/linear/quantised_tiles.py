@@ -97,8 +97,8 @@ def given_tile(
     """Return the tile configuration of a cut, which also says which kernel multiplies; that of `usual_tile` if the cut is empty.
 
     `split` says whether a norm follows, which can also add the sums of programs that divide the inputs, and `hopper` whether the product is
-    in bfloat16 on a GPU of compute capability 9.0 or more, where two more kernels are defaults. Raises `CutError` if no kernel can use the
-    cut.
+    in bfloat16 on a GPU of compute capability 9.0 or more, where the kernel whose codes go from memory to registers is a default, too.
+    Raises `CutError` if no kernel can use the cut.
     """
     if not cut:
         return usual_tile(matrix, rows, gated, processors, memory, split=split, hopper=hopper)
@@ -171,7 +171,7 @@ def serves_closely(matrix: QuantisedMatrix, rows: int, gated: bool, *, hopper: b
 
 
 def _as_measured(matrix: QuantisedMatrix) -> bool:
-    """Return whether a matrix has the scales with which the newer kernels were measured: those of 8-bit codes are one for each row."""
+    """Return whether a matrix has the scales with which `DirectTile` was measured: those of 8-bit codes are one for each row."""
     return matrix.bits == 4 or matrix.scales.shape[-1] == 1
 
 
@@ -251,11 +251,15 @@ def direct_fits(tile: DirectTile, matrix: QuantisedMatrix, rows: int, gated: boo
 
 
 def direct_tile(matrix: QuantisedMatrix, rows: int, gated: bool) -> DirectTile:
-    """Choose the tile configuration for rows that `serves_direct`, by what was measured in whole layers. Its depth divides the inputs."""
+    """Choose the tile configuration for rows that `serves_direct`, by what was measured in whole layers. Its depth divides the inputs.
+
+    The codes on the way of a gate, with zero points, or with more than 8 rows would not leave enough registers at the full depth.
+    """
+    full = matrix.bits == 4 and rows <= 8 and not (gated and matrix.zeros is not None)
     if not gated and matrix.columns >= LONG_INPUTS and rows <= 8:
         tile = DirectTile(depth=2 if matrix.bits == 4 else 1, warps=8, registers=128)
     else:
-        tile = DirectTile(depth=4 if matrix.bits == 4 and rows <= 8 else 2, warps=4, registers=168)
+        tile = DirectTile(depth=4 if full else 2, warps=4, registers=168)
     while tile.depth > 1 and matrix.columns % (BLOCK * tile.depth * tile.warps):
         tile = replace(tile, depth=tile.depth // 2)
     return tile
