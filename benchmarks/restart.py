@@ -139,11 +139,13 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         model = str(shape_folder(options.model, folder / "model")) if options.model in SHAPES else options.model
-        loaded = load_model(model, device="cpu")
+        on_gpu = resolve_device(options.device).type == "cuda"
+        loaded = load_model(model, device="cpu", dtype="bfloat16" if on_gpu else None)
         vocab = loaded.config.vocab_size
         command = f"python -m benchmarks.restart --model {options.model} --chunks {options.chunks} --tokens {options.tokens}"
         result = record(loaded, {}, command, options.commit)
-        if resolve_device(options.device).type == "cuda":  # which the server needs for itself, so the model was loaded on the CPU
+        result |= {"model": f"{options.model} (random weights)"} if options.model in SHAPES else {}
+        if on_gpu:  # which the server needs for itself, so the model was loaded on the CPU
             result |= {"gpu": torch.cuda.get_device_name(), "cpu": None}
         del loaded
         result["restart"] = restarted(model, options, folder, vocab)
