@@ -217,7 +217,7 @@ def test_what_figures_depend_on(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_part_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as error:
         record_gpu.main(["--parts", "tests,nothing"])
-    assert error.value.code == 2 and "unknown part nothing; choose from 8b-x8" in capsys.readouterr().err
+    assert error.value.code == 2 and "unknown part nothing; choose from kernels, 8b-x8" in capsys.readouterr().err
 
 
 def test_a_dry_run_only_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

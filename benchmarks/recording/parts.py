@@ -1,7 +1,8 @@
 """The parts of `benchmarks/record_gpu.py`: what each runs, how long it may take, and what it needs.
 
-They start in this order. Parts of several cards are first, because cards would be idle while a part waits for several. Quiet parts are
-last, because the other cards are idle meanwhile. Limits leave room for a machine that has built no kernels yet.
+They start in this order. The first builds FlashInfer's kernels, alone: figures that are taken meanwhile are of other kernels. Parts of
+several cards are next, because cards would be idle while a part waits for several. Quiet parts are last, because the other cards are idle
+meanwhile. Limits leave room for a machine that has built none of our kernels yet.
 """
 
 import os
@@ -69,6 +70,7 @@ TESTS = Part(
     environment=(("OMP_NUM_THREADS", "2"),),
 )
 LIST = (
+    script("kernels", "benchmarks.recording.kernels", limit=420, quiet=True),
     *(ranks(name, 8, model) for name, model in (("8b", "qwen3-8b"), ("32b", "qwen3-32b"), ("70b", "llama-3.3-70b"))),
     ranks("235b-fp8", 8, "qwen3-235b-a22b", "--quantization", "fp8", limit=600),
     faults("rank-faults-x8", 8, ranks=4),
