@@ -134,13 +134,13 @@ def main(arguments: list[str] | None = None) -> None:
 
     def note(line: str | None = None) -> None:
         """Print a line, and write what there is so far: a run may be ended."""
-        command = f"torchrun --nproc-per-node {mesh.size} benchmarks/gpus.py --model {options.model}"
-        command += "" if options.which == WHICH else f" --which {options.which}"
-        result = record(model, figures, command, options.commit)
-        if not mesh.rank:
-            print(line or json.dumps(figures), flush=True)
-            if options.output is not None:
-                options.output.write_text(json.dumps(result, indent=1) + "\n")
+        if mesh.rank:
+            return
+        print(line or json.dumps(figures), flush=True)
+        if options.output is not None:
+            command = f"torchrun --nproc-per-node {mesh.size} benchmarks/gpus.py --model {options.model}"
+            command += "" if options.which == WHICH else f" --which {options.which}"
+            options.output.write_text(json.dumps(record(model, figures, command, options.commit), indent=1) + "\n")
 
     for one in measure(engine.generate, options.which.split(","), model.config.vocab_size, options.repeats, lambda: engine.spent):
         figures[one.key] = one.figure

@@ -27,7 +27,6 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from random import Random
@@ -224,26 +223,14 @@ def main(arguments: list[str] | None = None) -> None:
     with ExitStack() as stack:
         if "disk" in ways and options.kv_dir is None:
             options.kv_dir = Path(stack.enter_context(TemporaryDirectory()))
-        measured(model, options, which, ways, note, results)
-
-
-def measured(
-    model: nv.Model,
-    options: argparse.Namespace,
-    which: list[str],
-    ways: list[str],
-    note: Callable[[str, dict[str, Any]], None],
-    results: dict[str, Any],
-) -> None:
-    """Measure what was asked for, into `results`, and tell of each part."""
-    if "first_tokens" in which:
-        found = first_tokens(model, options)
-        results["first_token_ms"] = found | (from_disk(model, options) if "disk" in ways else {})
-        note("first_token_ms", results["first_token_ms"])
-    for way in ways if "users" in which else ():
-        gib, folder = 0.0 if way == "device_only" else options.host_kv_gib, options.kv_dir if way == "disk" else None
-        results.setdefault("users", {})[way] = users(model, options, gib, folder)
-        note(way, results["users"][way])
+        if "first_tokens" in which:
+            found = first_tokens(model, options)
+            results["first_token_ms"] = found | (from_disk(model, options) if "disk" in ways else {})
+            note("first_token_ms", results["first_token_ms"])
+        for way in ways if "users" in which else ():
+            gib, folder = 0.0 if way == "device_only" else options.host_kv_gib, options.kv_dir if way == "disk" else None
+            results.setdefault("users", {})[way] = users(model, options, gib, folder)
+            note(way, results["users"][way])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm.models.common import layers
-from nanovllm.ops.attention.fused_plan import FusedDecodePlan, attention_fits, cut_of, long_cut_of
+from nanovllm.ops.attention.fused_plan import FusedDecodePlan, attention_fits, cut_of
 from nanovllm.ops.attention.paged_decode import paged_decode
 from nanovllm.ops.attention.rope_attend import rope_attend, rope_write
 from nanovllm.ops.elementwise.norm_rope import ACTS, rms_norm
@@ -185,7 +185,7 @@ def test_attention_of_wide_heads_has_registers_and_memory(head_dim: int, rows: i
         tile, warps, stages, _ = cut = cut_of(rows, head_dim, memory)
         assert attention_fits(cut, head_dim, memory) and bool(stages) == (rows > 16)
         assert stages or tile * head_dim <= 64 * 32 * warps
-        assert rows > 16 or attention_fits(long_cut_of(head_dim, memory), head_dim, memory)
+        assert rows > 16 or attention_fits(cut_of(rows, head_dim, memory, long=True), head_dim, memory)
 
 
 def test_a_plan_for_long_rows_takes_any_lengths() -> None:

@@ -265,11 +265,9 @@ class StepGraphs:
         runs = None if self._cascades is None else self._cascades.policy.decode(host)
         if runs is not None and self._cascade_plan(size).update(runs):
             return "shared"
-        if self._fused and self._fused_plan(size).serves(np.minimum(host.seq_lens, self._seen)):
-            return "fused"
+        if (way := self._fused_way(np.minimum(host.seq_lens, self._seen))) is not None:
+            return way
         if not self._plans_alone():
-            if self._serves_long(size):
-                return "long" if self._has_long(host.seq_lens) else "fused"
             if not self._cascade_plan(size).update(own_runs(host.page_counts)):
                 raise BrokenInvariantError(f"the plan of {size} rows has no room for one run of pages per row")
             return "shared"
@@ -316,9 +314,13 @@ class StepGraphs:
         """Whether a fused plan serves so many rows of any lengths, too."""
         return self._fused and not self._fp8 and size <= PIPELINED
 
-    def _has_long(self, lens: Int32[np.ndarray, "B"]) -> bool:
-        """Whether some of few rows read so many tokens that the plan for rows of any lengths is faster than the usual one."""
-        return bool((np.minimum(lens, self._seen) > MEDIUM).any())
+    def _fused_way(self, lens: Int32[np.ndarray, "B"]) -> Way | None:
+        """The way to attend of rows that share nothing and read so many tokens, if it is by a fused plan."""
+        if self._fused and self._fused_plan(len(lens)).serves(lens):
+            return "fused"
+        if self._plans_alone() or not self._serves_long(len(lens)):
+            return None
+        return "long" if (lens > MEDIUM).any() else "fused"
 
     def _long_plan(self, size: int) -> FusedDecodePlan:
         if size not in self._long_plans:
@@ -332,11 +334,8 @@ class StepGraphs:
         None: no fused plan serves them. Makes the plan of their number.
         """
         most = np.minimum(host.page_counts * self._layout["page_size"], self._seen)
-        if self._fused and self._fused_plan(len(most)).serves(most):
-            return 0
-        if self._plans_alone() or not self._serves_long(len(most)):
-            return None
-        return self._long_plan(len(most)).handle if self._has_long(most) else 0
+        way = self._fused_way(most)
+        return self._long_plan(len(most)).handle if way == "long" else None if way is None else 0
 
     def forward(self, params: Params[Tensor], kv: KVState, batch: Batch, config: ModelConfig) -> tuple[Tensor, KVState]:
         """Donates `kv`. Run the rows of a session. Without a plan in the batch they take the fused plan of their number."""

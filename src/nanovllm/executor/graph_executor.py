@@ -90,8 +90,8 @@ class GraphExecutor:
     not serve.
 
     Attributes:
-        halves_from: The fewest tokens of prompts that run as two halves (`models/fast/halves.py`), as `least_tokens` gives; None, the
-            default: prompts run whole. All ranks of a model have the same, and a model whose layers are not all fused has None.
+        halves_from: The fewest tokens of prompts that run as two halves (`models/fast/halves.py`), as `least_tokens` gives. None:
+            prompts run whole, without ranks, or because not all layers are fused. All ranks of a model have the same.
     """
 
     def __init__(

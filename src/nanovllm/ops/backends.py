@@ -51,6 +51,11 @@ def dependent_launch(device: torch.device) -> bool:
     return capability(device) >= (9, 0)
 
 
+def on_hopper(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether kernels in this dtype can be those for bfloat16 on GPUs of compute capability 9.0 or more."""
+    return dtype == torch.bfloat16 and dependent_launch(device)
+
+
 @functools.cache
 def shared_memory(device: torch.device) -> int:
     """Return the bytes of shared memory that one program may use, minus a reserve for sums."""

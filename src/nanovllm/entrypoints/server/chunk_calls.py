@@ -210,6 +210,7 @@ def load_marked(held: Held) -> tuple[Held, list[str]]:
         try:
             held.named.require_room(held.state, space, name, replaced=False)
             loaded = _from_file(held, space, name, namespace)
+            saved_chunks.label(saved_chunks.path_of(limits, space, name), name)  # a file may have come without one
             # Nobody can have changed the file since, and the server's own one stays.
             held, value = _loaded(held, loaded, space, name, replaced=False, has_file=True)
         except EngineDeadError:
@@ -251,9 +252,7 @@ def _from_file(held: Held, space: str, name: str, namespace: int) -> tuple[Engin
     """A chunk whose file is read straight into pages. Its digest is checked before the chunk is made."""
     path = saved_chunks.path_of(held.named.limits, space, name)
     with saved_chunks.opened(path, f"the chunk {name!r}") as fd:
-        loaded = chunk_file.load(held.model, held.state, fd, Path(name), namespace)
-    saved_chunks.label(path, name)  # a file may have come without one
-    return loaded
+        return chunk_file.load(held.model, held.state, fd, Path(name), namespace)
 
 
 def _loaded(

@@ -18,7 +18,7 @@ from nanovllm.models.fast.choice import FastChoice, LayerFunction, beyond, by_la
 from nanovllm.models.fast.cuts import DEFAULT, Cuts, StepCuts, with_cuts
 from nanovllm.ops.attention.paged_prefill import paged_prefill
 from nanovllm.ops.attention.rope_attend import rope_attend, rope_write
-from nanovllm.ops.backends import own_kernels
+from nanovllm.ops.backends import on_hopper, own_kernels
 from nanovllm.ops.cuts import Cut
 from nanovllm.ops.distributed.collectives import (
     all_reduce,
@@ -34,7 +34,6 @@ from nanovllm.ops.linear.linear import linear
 from nanovllm.ops.linear.linear_add_norm import linear_add_norm, norm_add, product_in_parts
 from nanovllm.ops.linear.norm_linear import norm_linear
 from nanovllm.ops.linear.quantised import QuantisedMatrix
-from nanovllm.ops.linear.quantised_cuda import on_hopper
 from nanovllm.ops.linear.quantised_tiles import serves_closely
 from nanovllm.ops.moe.quantised_experts import any_experts
 from nanovllm.ops.moe.route import norm_route, route
@@ -78,7 +77,8 @@ def _few(w: Layer[Tensor], like: Tensor, num_tokens: int) -> bool:
 def _serves_few(matrix: Tensor | QuantisedMatrix, gated: bool, like: Tensor, num_tokens: int, alike: bool) -> bool:
     """Whether a kernel that computes the norm, too, multiplies so many tokens. `alike`: norm weights have the dtype of the model."""
     if isinstance(matrix, QuantisedMatrix):
-        return own_kernels(like.device, like.dtype) and serves_closely(matrix, num_tokens, gated, hopper=alike and on_hopper(like))
+        hopper = alike and on_hopper(like.device, like.dtype)
+        return serves_closely(matrix, num_tokens, gated, hopper=hopper) and own_kernels(like.device, like.dtype)
     return few.serves(like.device, like.dtype, num_tokens, matrix.shape[1], gated)
 
 

@@ -7,8 +7,6 @@ import os
 import warnings
 from pathlib import Path
 
-import torch
-
 from nanovllm.errors import InvalidRequestError, TuningFileError
 from nanovllm.files import is_private
 from nanovllm.models.fast import fused
@@ -17,13 +15,13 @@ from nanovllm.models.model import Model
 from nanovllm.models.tuning.file import default_path, key_of, read_cuts, read_shipped
 from nanovllm.models.tuning.launches import Machine, alike
 from nanovllm.models.tuning.shipped import shipped_path
-from nanovllm.ops.backends import dependent_launch, processors, shared_memory
+from nanovllm.ops.backends import on_hopper, processors, shared_memory
 
 
 def machine_of(model: Model) -> Machine:
     """The properties of a model's GPU that limit tile configurations."""
     gains = model.params.layers[0].input_norm.dtype
-    hopper = model.dtype == gains == torch.bfloat16 and dependent_launch(model.device)
+    hopper = model.dtype == gains and on_hopper(model.device, model.dtype)
     return Machine(processors=processors(model.device), memory=shared_memory(model.device), hopper=hopper)
 
 

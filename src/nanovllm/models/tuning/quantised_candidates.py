@@ -36,10 +36,9 @@ def valid(work: Work, cut: Cut, machine: Machine) -> bool:
     """Whether a kernel can run with this tile configuration on this GPU."""
     if len(cut) not in KERNEL:
         return False
-    if KERNEL[len(cut)] is DirectTile and not machine.hopper:
-        return False
-    gated = _gated(work)
-    return tile_fits(named(KERNEL[len(cut)], cut), work.matrix, work.rows, gated, machine.memory, split=_split(work))
+    tile = named(KERNEL[len(cut)], cut)
+    there = machine.hopper or not isinstance(tile, DirectTile)
+    return there and tile_fits(tile, work.matrix, work.rows, _gated(work), machine.memory, split=_split(work))
 
 
 def others(work: Work, machine: Machine) -> list[Cut]:

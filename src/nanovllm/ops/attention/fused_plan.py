@@ -32,12 +32,14 @@ WIDE = 128  # with more channels per head, the keys and values of a tile and the
 LONG_ROW = 1024  # a row of so many tokens does not delay the other rows of a batch of many rows
 
 
-def cut_of(batch_size: int, head_dim: int, memory: int, *, fp8: bool = False) -> tuple[int, int, int, int]:
+def cut_of(batch_size: int, head_dim: int, memory: int, *, fp8: bool = False, long: bool = False) -> tuple[int, int, int, int]:
     """Return the tile configuration that was the fastest of those tried on an H200, or an H100 in FP8: (tile, warps, stages, splits).
 
     The numbers are tokens per tile, warps per program, tiles in flight (0: one tile, in registers) and splits per row, a power of two.
-    Tiles in flight use at most `memory` bytes of shared memory.
+    Tiles in flight use at most `memory` bytes of shared memory. `long` is as in `FusedDecodePlan`.
     """
+    if long:
+        return _largest(LONG, head_dim, memory)
     if fp8 and batch_size <= FEW_FP8[-1][0]:
         tile, warps, stages, splits = next(cut for rows, cut in FEW_FP8 if batch_size <= rows)
         most = memory // (2 * tile << (head_dim - 1).bit_length())
@@ -47,11 +49,6 @@ def cut_of(batch_size: int, head_dim: int, memory: int, *, fp8: bool = False) ->
         return _largest(best, head_dim, memory)
     warps, splits = next(cut for rows, cut in ((2, (4, 32)), (4, (8, 4)), (8, (8, 2)), (PIPELINED, (4, 2))) if batch_size <= rows)
     return 64, warps if head_dim <= WIDE else 8, 0, splits
-
-
-def long_cut_of(head_dim: int, memory: int) -> tuple[int, int, int, int]:
-    """Return the tile configuration for up to `PIPELINED` rows of any lengths, in the form of `cut_of`."""
-    return _largest(LONG, head_dim, memory)
 
 
 def _largest(best: tuple[int, int, int, int], head_dim: int, memory: int) -> tuple[int, int, int, int]:
@@ -89,8 +86,7 @@ class FusedDecodePlan:
         memory = shared_memory(device) if device.type == "cuda" else LARGEST
         if cut and not attention_fits(cut, head_dim, memory):
             raise CutError(f"cut {tuple(cut)} (tile, warps, stages, splits) does not fit head_dim {head_dim} in {memory} bytes of memory")
-        default = long_cut_of(head_dim, memory) if long else cut_of(batch_size, head_dim, memory, fp8=fp8)
-        self.tile, self.warps, self.stages, self.splits = cut or default
+        self.tile, self.warps, self.stages, self.splits = cut or cut_of(batch_size, head_dim, memory, fp8=fp8, long=long)
         # Rows that are not split have no partial results: the kernel gets addresses that it never uses.
         shape = (1, 1, 1) if self.splits == 1 else (batch_size, num_heads, self.splits)
         self.parts = torch.empty((*shape, head_dim), dtype=torch.float32, device=device)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.errors import BrokenInvariantError
-from nanovllm.ops.backends import dependent_launch, own_kernels, processors, shared_memory
+from nanovllm.ops.backends import dependent_launch, on_hopper, own_kernels, processors, shared_memory
 from nanovllm.ops.cuts import CutError
 from nanovllm.ops.linear import scaled_product
 from nanovllm.ops.linear.quantised import QuantisedMatrix
@@ -54,11 +54,6 @@ def _limits(device: torch.device) -> tuple[int, int]:
     return processors(device), shared_memory(device)
 
 
-def on_hopper(like: Tensor) -> bool:
-    """Whether products with such a tensor are in bfloat16 on a GPU of compute capability 9.0 or more."""
-    return like.dtype == torch.bfloat16 and dependent_launch(like.device)
-
-
 def norm_product(
     x: Float[Tensor, "B K"],
     weight: QuantisedMatrix,
@@ -75,7 +70,8 @@ def norm_product(
 
     new = dependent_launch(x.device)
     if len(x) <= SPLIT_ROWS and weight.order is None and not (gated and (bias is not None or residual is not None)):
-        tile = given_tile(cut, weight, len(x), gated, *_limits(x.device), hopper=on_hopper(x) and (gain is None or gain.dtype == x.dtype))
+        hopper = on_hopper(x.device, x.dtype) and (gain is None or gain.dtype == x.dtype)
+        tile = given_tile(cut, weight, len(x), gated, *_limits(x.device), hopper=hopper)
         residual = None if residual is None else residual.contiguous()
         if isinstance(tile, DirectTile):
             return _direct(x.contiguous(), weight, gain, bias, residual, eps, gated, tile, act)
@@ -103,11 +99,9 @@ def product(
     if _by_torch(x, weight):
         y = _of_many_rows(x, weight, bias)
         return triton_many_rows.gate(y, new, act) if gated else y
-    tile = given_tile(cut, weight, len(x), alone, *_limits(x.device), hopper=on_hopper(x))
+    tile = given_tile(cut, weight, len(x), alone, *_limits(x.device), hopper=on_hopper(x.device, x.dtype))
     if isinstance(tile, FewTile):
         y = triton_quantised_few.launch(x, weight, None, bias, None, 0.0, alone, tile, new, act, new)
-    elif isinstance(tile, DirectTile):
-        y = _direct(x, weight, None, bias, None, 0.0, alone, tile, act)
     else:
         y = _on_tensor_cores(x, weight, bias, alone, tile, act)
         y = y if tile.parts == 1 else triton_many_rows.summed(y, bias, x.dtype, new)
@@ -132,13 +126,9 @@ def product_add_norm(
     if _by_torch(x, weight):
         parts, bias = _of_many_rows(x, weight, bias).unsqueeze(0), None
     else:
-        tile = given_tile(cut, weight, len(x), False, *_limits(x.device), split=True, hopper=on_hopper(x))
+        tile = given_tile(cut, weight, len(x), False, *_limits(x.device), split=True, hopper=on_hopper(x.device, x.dtype))
         if isinstance(tile, FewTile):
             raise BrokenInvariantError(f"{tile} is for products without a norm behind them")
-        if isinstance(tile, DirectTile):
-            return triton_many_rows.sum_norm(
-                _direct(x, weight, None, bias, None, 0.0, False, tile).unsqueeze(0), None, residual.contiguous(), gain, eps, new, inner
-            )
         parts = _on_tensor_cores(x, weight, bias, False, tile)
         if tile.parts == 1:
             parts, bias = parts.unsqueeze(0), None
@@ -146,12 +136,14 @@ def product_add_norm(
 
 
 def _on_tensor_cores(
-    x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, gated: bool, tile: ManyTile | SplitTile, act: str = "silu"
+    x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, gated: bool, tile: ManyTile | SplitTile | DirectTile, act: str = "silu"
 ) -> Float[Tensor, "*parts B N"]:
     """The product, or the sums of several parts in float32, by the kernel of the tile."""
     from nanovllm.ops.linear import triton_quantised_many, triton_quantised_split
 
     new = dependent_launch(x.device)
+    if isinstance(tile, DirectTile):
+        return _direct(x, weight, None, bias, None, 0.0, gated, tile, act)
     if isinstance(tile, SplitTile):
         return triton_quantised_split.product(x, weight, bias, gated, tile, new, act, new)
     return triton_quantised_many.product(x, weight, bias, gated, tile, new, act, new)
@@ -164,7 +156,7 @@ def _direct(
     """The product by the kernel whose codes go from memory to registers. Raises `CutError` if it has no form for this GPU or dtype."""
     from nanovllm.ops.linear import triton_quantised_direct
 
-    if not on_hopper(x) or (gain is not None and gain.dtype != x.dtype):
+    if not on_hopper(x.device, x.dtype) or (gain is not None and gain.dtype != x.dtype):
         raise CutError(f"{tile} is for bfloat16 on GPUs of compute capability 9.0")
     return triton_quantised_direct.launch(x, weight, gain, bias, residual, eps, gated, tile, True, act, True)
 

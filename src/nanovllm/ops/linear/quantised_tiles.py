@@ -7,6 +7,7 @@ codes is read in a quarter of the time of bfloat16. `benchmarks/quantised_kernel
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
+from typing import ClassVar
 
 from nanovllm.ops.cuts import CutError, named
 from nanovllm.ops.linear.code_layouts import BLOCK
@@ -83,6 +84,7 @@ class DirectTile:
     depth: int = 4
     warps: int = 4
     registers: int = 128
+    parts: ClassVar[int] = 1  # of the inputs: no kernel has to add sums
 
 
 Tile = FewTile | ManyTile | SplitTile | DirectTile

@@ -28,25 +28,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.ops.linear.quantised_tiles import DirectTile
-from nanovllm.ops.linear.triton_codes import FP8_HIGH, FP8_LOW, INT4_BF16, e4m3, fields_of, grouping, operands, span_of
+from nanovllm.ops.linear.triton_codes import FP8_HIGH, FP8_LOW, INT4_BF16, INT4_ZEROS, e4m3, fields_of, grouping, operands, span_of
 from nanovllm.ops.triton_parts import activated, launch_options, rounded
 from nanovllm.types import Float, Tensor
 
-# As `INT4_BF16`, with the zero points of an output in the summands $5 and $6.
-INT4_ZEROS = tl.constexpr("""{
-    .reg .b32 high, quarter, scale;
-    mov.b32 quarter, 0x3E803E80;
-    mov.b32 scale, 0x7F007F00;
-    shr.b32 high, $4, 8;
-    lop3.b32 $0, $4, 0x000F000F, 0x43004300, 0xEA;
-    and.b32 $1, $4, 0x00F000F0;
-    lop3.b32 $2, high, 0x000F000F, 0x43004300, 0xEA;
-    and.b32 $3, high, 0x00F000F0;
-    fma.rn.bf16x2 $0, $0, quarter, $5;
-    fma.rn.bf16x2 $1, $1, scale, $6;
-    fma.rn.bf16x2 $2, $2, quarter, $5;
-    fma.rn.bf16x2 $3, $3, scale, $6;
-}""")
 MMA = tl.constexpr(
     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
 )
