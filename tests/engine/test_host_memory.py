@@ -190,7 +190,7 @@ def test_a_request_can_be_cancelled_after_its_pages_were_loaded():
 
 
 @pytest.mark.parametrize("name", ["prefill", "compose", "load_chunk", "generate", "begin", "score"])
-def test_pages_that_calls_on_chunks_push_out_are_kept(name, tmp_path):
+def test_pages_that_calls_on_chunks_push_out_are_kept(name, tmp_path, nothing_ahead):
     state, file = engine(), tmp_path / "chunk.safetensors"
     if name == "load_chunk":
         state, chunk = prefill(MODEL, state, prompt(3, 29))
@@ -229,6 +229,82 @@ def cleared(state: EngineState) -> EngineState:
     """The state whose pages hold another prompt."""
     state, _ = reply(state, prompt(9, 28))
     return state
+
+
+def planned_copies(state: EngineState, monkeypatch) -> list[int]:
+    """How many pages each later plan copies out before its step."""
+    memory, counts = runtime_of(state).host, []
+    assert memory is not None
+    move = memory.move
+    monkeypatch.setattr(memory, "move", lambda kv, moves: counts.append(len(moves.out)) or move(kv, moves))
+    return counts
+
+
+def test_pages_are_copied_before_they_are_evicted(monkeypatch):
+    state = engine()
+    counts = planned_copies(state, monkeypatch)
+    wanted = {}
+    for seed in (0, 1, 2, 0, 1, 2):
+        state, output = reply(state, prompt(seed))
+        assert wanted.setdefault(seed, output.token_ids) == output.token_ids
+    assert not any(counts) and state.stats.loaded_tokens == 3 * 20
+    assert state.stats.offloaded_tokens == 3 * 24  # each page once
+
+
+def test_a_pool_with_enough_free_pages_copies_nothing_ahead():
+    state = engine(num_pages=64, max_model_len=32)
+    for seed in range(6):
+        state, _ = reply(state, prompt(seed))
+    assert state.stats.offloaded_tokens == 0  # 28 pages are free: a quarter of the pool, and more than the longest request
+    for seed in range(6, 9):
+        state, _ = reply(state, prompt(seed))
+    assert state.pool.num_free == 64 - 9 * 6 and state.stats.offloaded_tokens == 4 * 6  # the first page to be evicted with its request
+
+
+def test_what_was_copied_ahead_is_found_on_the_device(monkeypatch):
+    state = engine()
+    state, expected = reply(state, prompt(0))
+    assert state.stats.offloaded_tokens == 24
+    state, output = reply(state, prompt(0))
+    assert output.num_cached_tokens == 20 and output.token_ids == expected.token_ids
+    assert state.stats.loaded_tokens == 0 and state.stats.offloaded_tokens == 24
+
+
+def test_at_most_half_of_host_memory_is_used_ahead():
+    state = engine(host_kv_gib=10.5 * bytes_per_page(MODEL.config, page_size=4, dtype=MODEL.dtype) / 2**30, num_pages=32)
+    for seed in range(4):
+        state, _ = reply(state, prompt(seed, 25))
+    host = state.pool.host
+    assert host is not None and host.num_pages == 10
+    assert state.pool.num_free == 4 and state.stats.offloaded_tokens == 7 * 4  # one more page than free ones, so one request
+
+
+def test_a_failed_copy_ahead_leaves_the_old_state_usable(monkeypatch):
+    state = engine()
+    state, expected = reply(state, prompt(0))
+    state, rid = submit(MODEL, state, prompt(1), GREEDY)
+    memory = runtime_of(state).host
+    assert memory is not None
+    move_ahead = memory.move_ahead
+
+    def failing(kv, moves):
+        move_ahead(kv, moves)
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(memory, "move_ahead", failing)
+    with pytest.raises(RuntimeError, match="planted"):
+        while state.running or state.waiting:
+            content = freeze(state.pool)
+            after, _ = step(MODEL, state)
+            state = after
+    assert freeze(state.pool) == content
+    monkeypatch.undo()
+    state, outputs = drain(MODEL, state)
+    check(state)
+    _, wanted = reply(engine(), prompt(1))
+    assert outputs[rid].token_ids == wanted.token_ids
+    state, output = reply(state, prompt(0))
+    assert output.token_ids == expected.token_ids
 
 
 def test_old_values_stay_as_they_were():

@@ -193,7 +193,7 @@ def test_a_chunk_moves_with_all_of_its_frames(model: Model, kv_dtype, tmp_path):
     assert file.read_bytes() == content
 
 
-def test_a_failed_copy_leaves_the_old_state_usable(monkeypatch):
+def test_a_failed_copy_leaves_the_old_state_usable(monkeypatch, nothing_ahead):
     """The copy restores frames of indexed pages, and pushes out frames of others."""
     state = engine()
     state, expected = reply(MIXED, state, prompt(0))

@@ -36,7 +36,7 @@ def random_pages() -> torch.Tensor:
 def test_every_page_gets_the_bits_that_its_host_page_was_given(stage, late, rounds):
     """Each round copies out, then in, and then all pages are written, as the next step would do."""
     pool = random_pages()
-    memory = HostMemory(KVState(pools=(pool,)), HOST, (LateCopies(), LateCopies()) if late else None, stage_bytes=stage * PAGE_BYTES)
+    memory = HostMemory(KVState(pools=(pool,)), HOST, LateCopies if late else None, stage_bytes=stage * PAGE_BYTES)
     held: dict[int, torch.Tensor] = {}
     for out, into in rounds:
         for at, page in dict(out).items():
@@ -51,12 +51,52 @@ def test_every_page_gets_the_bits_that_its_host_page_was_given(stage, late, roun
         assert torch.equal(memory.images[0][at], image)
 
 
+PAIRS = st.lists(st.tuples(st.integers(0, HOST - 1), st.integers(0, PAGES - 1)), max_size=6)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    stage=st.integers(1, 4),
+    late=st.booleans(),
+    rounds=st.lists(st.tuples(PAIRS, PAIRS, PAIRS, st.sets(st.integers(0, PAGES - 1))), max_size=6),
+)
+def test_copies_ahead_have_the_bits_of_before_the_pages_are_written(stage, late, rounds):
+    """Each round copies ahead, then out and in, and then writes some pages, of which it tells before."""
+    pool = random_pages()
+    kv, memory = KVState(pools=(pool,)), HostMemory(KVState(pools=(pool,)), HOST, LateCopies if late else None, stage * PAGE_BYTES)
+    held: dict[int, torch.Tensor] = {}
+    for ahead, out, into, written in rounds:
+        memory.move_ahead(kv, Moves(out=Map(dict(ahead))))
+        held |= {at: pool[:, page].clone() for at, page in dict(ahead).items()}
+        held |= {at: pool[:, page].clone() for at, page in dict(out).items()}
+        there = {page: at for at, page in into if at in held}
+        memory.move(kv, Moves(out=Map(dict(out)), into=tuple((at, page) for page, at in there.items())))
+        for page, at in there.items():
+            assert torch.equal(pool[:, page], held[at])
+        memory.let_write([*written])
+        pool[:, [*written]] = random_pages()[:, [*written]]
+    memory.wait(memory.marks())
+    for at, image in held.items():
+        assert torch.equal(memory.images[0][at], image)
+
+
+def test_a_page_that_is_copied_ahead_waits_only_for_its_own_copies():
+    pool = random_pages()
+    kv, memory = KVState(pools=(pool,)), HostMemory(KVState(pools=(pool,)), HOST, LateCopies, stage_bytes=PAGE_BYTES)
+    before = pool.clone()
+    memory.move_ahead(kv, Moves(out=Map({page: page for page in range(4)})))
+    memory.let_write([1])
+    pool.zero_()
+    memory.synchronize()
+    assert torch.equal(memory.images[0][:2], before[:, :2].transpose(0, 1)) and not memory.images[0][2:4].any()
+
+
 @pytest.mark.parametrize("stage", [1, 2, 4])
 @pytest.mark.parametrize("late", [False, True])
 def test_pages_that_are_copied_out_and_in_are_gathered_first(stage, late):
     """Each page of the first four goes out and gets the KV of another one."""
     pool = random_pages()
-    memory = HostMemory(KVState(pools=(pool,)), HOST, (LateCopies(), LateCopies()) if late else None, stage_bytes=stage * PAGE_BYTES)
+    memory = HostMemory(KVState(pools=(pool,)), HOST, LateCopies if late else None, stage_bytes=stage * PAGE_BYTES)
     first = pool[:, :4].clone()
     memory.move(KVState(pools=(pool,)), Moves(out=Map({page: page for page in range(4)})))
     pool.copy_(random_pages())
@@ -73,7 +113,7 @@ def test_frames_with_a_pool_of_their_own_go_through_the_same_stages(stage, late)
     """An image of a frame has three times the bytes of that of a page, so that a stage holds fewer of them."""
     pages, frames = random_pages(), torch.randn(6, 4, 2, 1, 4, 8)
     kv, before = KVState(pools=(pages, frames)), (pages.clone(), frames.clone())
-    memory = HostMemory(kv, HOST, (LateCopies(), LateCopies()) if late else None, stage_bytes=stage * PAGE_BYTES)
+    memory = HostMemory(kv, HOST, LateCopies if late else None, stage_bytes=stage * PAGE_BYTES)
     memory.move(kv, Moves(out=Map((7 - page, page) for page in range(PAGES)), frames_out=Map((2 + at, at) for at in range(4))))
     pages.zero_()
     frames.zero_()

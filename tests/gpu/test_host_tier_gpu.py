@@ -67,6 +67,48 @@ def test_pages_may_be_written_at_once_and_come_back_as_they_were(dtype: torch.dt
         assert torch.equal(found.view(torch.uint8), contents[place].view(torch.uint8)), f"round {place}"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_pages_that_are_copied_ahead_may_be_written_once_the_memory_lets_them(dtype: torch.dtype) -> None:
+    """Each round copies pages ahead, reads those of the round before, and writes over the pages, without a wait of the host."""
+    pages, layers, num_host = random_pages(dtype, 64, 8), 8, 256
+    page_bytes = layers * pages[0, 0].numel() * pages.dtype.itemsize
+    memory = HostMemory(KVState(pools=(pages,)), num_host, stage_bytes=3 * page_bytes)
+    kv, contents, spare = KVState(pools=(pages,)), [], random_pages(dtype, 32, layers)
+    for at in range(0, num_host, 32):
+        contents.append(as_bytes(pages)[:, :32].clone())
+        kv = memory.move_ahead(kv, Moves(out=Map({at + page: page for page in range(32)})))
+        if at:
+            kv = memory.move(kv, Moves(into=tuple((at - 32 + page, 63 - page) for page in range(32))))
+            found = as_bytes(pages)[:, 32:].flip(1)
+            assert torch.equal(found.view(torch.uint8), contents[-2].view(torch.uint8)), f"round {at}"
+        memory.let_write(range(32))
+        as_bytes(pages)[:, :32] = as_bytes(spare)
+        spare = random_pages(dtype, 32, layers)
+    memory.synchronize()
+    for place, at in enumerate(range(0, num_host, 32)):
+        found = as_bytes(memory.images[0])[at : at + 32].transpose(0, 1).to(CUDA)
+        assert torch.equal(found.view(torch.uint8), contents[place].view(torch.uint8)), f"round {place}"
+
+
+def test_the_next_prompt_evicts_nothing_that_is_not_in_host_memory() -> None:
+    """Prompts of which the pool holds one: all of their pages are copied ahead, and they have the replies of an engine with many pages."""
+    model = small_model()
+    prompts, short = random_prompts(model, 300, 310, 320), replace(GREEDY, max_tokens=4)
+    plain = nv.LLM(model, **{**LIMITS, "num_pages": 600})
+    wanted = [plain.generate([prompt], short)[0].token_ids for prompt in prompts]
+    llm = nv.LLM(model, **{**LIMITS, "num_pages": 30}, host_kv_gib=0.05)
+    memory, host, moved = runtime_of(llm.state).host, llm.state.pool.host, list[int]()
+    assert memory is not None and host is not None
+    llm.state = replace(llm.state, pool=replace(llm.state.pool, host=replace(host, rates=ALWAYS)))
+    move = memory.move
+    memory.move = lambda kv, moves: moved.append(len(moves.out)) or move(kv, moves)  # type: ignore[method-assign]
+    for _ in range(4):
+        for prompt, want in zip(prompts, wanted, strict=True):
+            (output,) = llm.generate([prompt], short)
+            require_same(model, prompt, output.token_ids, want, LIMITS)
+    assert llm.state.stats.loaded_tokens > 3 * 3 * 280 and not any(moved)
+
+
 def test_pinned_memory_is_given_back() -> None:
     for _ in range(3):
         memory = HostMemory(KVState(pools=(random_pages(torch.bfloat16),)), 512)

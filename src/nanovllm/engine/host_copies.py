@@ -1,33 +1,71 @@
-"""Copies between the device and host memory, made before the call that planned them writes anything else."""
+"""Copies between the device and host memory: before a call writes anything else, and ahead of evictions at the end of a step."""
 
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from nanovllm.executor.executor import runtime_of
 from nanovllm.state import offload
 from nanovllm.state.disk_pages import lasting
 from nanovllm.state.engine_state import EngineState
+from nanovllm.state.kept_ahead import keep_ahead
+from nanovllm.state.kv_cache import pages_for
 from nanovllm.state.offload import HostPages, Moves
 from nanovllm.state.pool import Pool, Taken
+from nanovllm.state.steady import Steady
+
+# Pages that a step copies ahead. The host begins thousands of such copies per second, and meanwhile the device may wait for the next step.
+MOST = 32  # of a step that runs no prompt; one that does copies two more for each page that it fills
+MOST_IDLE = 1024  # of a step after which no request is left
 
 
-def copied(state: EngineState, moves: Moves | None, taken: Taken, host: HostPages | None) -> EngineState:
+def copied(state: EngineState, moves: Moves | None, taken: Taken, host: HostPages | None, pages: Seq[int], frames: Seq[int]) -> EngineState:
     """Donates the KV. Make the copies of a plan, and count them. What can be found in host memory then is written to the disk later.
 
     Args:
         state: The state.
         moves: The copies.
-        taken: The record of the pages that the call takes. The host pages that are written are noted first.
+        taken: The record of the call. The host pages that are written are noted first.
         host: The host pages after the plan.
+        pages: The pages that may be written afterwards.
+        frames: The frames that may be.
     """
-    if not moves:
+    if (memory := runtime_of(state).host) is None:
         return state
+    state, alone = _made(state, moves, taken, host) if moves else state, state.pool.frames is not None and state.pool.frames.alone
+    memory.let_write(*((frames,) if alone else (pages, frames)))
+    return state
+
+
+def copied_ahead(before: EngineState, state: EngineState, taken: Taken) -> EngineState:
+    """Donates the KV. Copy pages to host memory that are likely to be evicted soon, beside whatever the engine runs next.
+
+    Args:
+        before: The state before a step.
+        state: The state after it.
+        taken: The record of the step, which gets the host pages that are written.
+    """
+    config, host, num_run = state.config, state.pool.host, state.stats.prefill_tokens - before.stats.prefill_tokens
+    if host is None or not (host.behind or num_run or state.pool.prefix.now != before.pool.prefix.now):
+        return state
+    most = MOST + 2 * num_run // config.page_size if state.running or state.waiting else MOST_IDLE
+    if (done := keep_ahead(state.pool, pages_for(config.max_model_len, config.page_size), most)) is None:
+        return state
+    pool, moves = done
+    running = state.running
+    if isinstance(running, Steady) and running.holds(state.pool, state.waiting):  # it still needs no schedule
+        running = replace(running, pool=pool)
+    state = replace(state, pool=pool, running=running)
+    return _made(state, moves, taken, pool.host, ahead=True) if moves else state
+
+
+def _made(state: EngineState, moves: Moves, taken: Taken, host: HostPages | None, *, ahead: bool = False) -> EngineState:
     taken.host_pages.extend(moves.out)  # a bare page whose frame is written stays what it was before: without its frame
     memory, disk = runtime_of(state).host, runtime_of(state).disk
     assert memory is not None and host is not None
     written = {*moves.out, *moves.frames_out}
     if disk is not None:
         disk.overwriting(written)
-    kv = memory.move(state.kv, moves)
+    kv = memory.move_ahead(state.kv, moves) if ahead else memory.move(state.kv, moves)
     if disk is not None:
         disk.keep(lasting(host, written))
     size, into = state.config.page_size, len(moves.reads)
@@ -42,7 +80,7 @@ def settled(state: EngineState, pool: Pool, taken: Taken) -> EngineState:
         pool: A pool that `pools.planning` began, after all pages were allocated and noted in `taken`.
         taken: The record of the pages that the call takes.
     """
-    if pool.host is None or pool.host.moves is None:
+    if pool.host is None:
         return replace(state, pool=pool)
-    host, moves = offload.settled(pool.host)
-    return copied(replace(state, pool=replace(pool, host=host)), moves, taken, host)
+    host, moves = (pool.host, None) if pool.host.moves is None else offload.settled(pool.host)
+    return copied(replace(state, pool=replace(pool, host=host)), moves, taken, host, taken.pages, taken.frames)

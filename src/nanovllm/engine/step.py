@@ -18,7 +18,7 @@ from nanovllm.engine.constrained import Constrained, constrained
 from nanovllm.engine.disk_pages import look_ahead
 from nanovllm.engine.donation import commit_state, enter_with, guarded
 from nanovllm.engine.failures import Attempt, draw, ended, last_output, out_of_pages, outside, recovered, relaxed, step_limits, unsearchable
-from nanovllm.engine.host_copies import copied
+from nanovllm.engine.host_copies import copied, copied_ahead
 from nanovllm.engine.mirrored import mirrored, require_alike
 from nanovllm.engine.output import counted, finish_reason, row_scores, scan_steady
 from nanovllm.engine.plan import Plan
@@ -93,6 +93,7 @@ def run_step(model: Model, state: EngineState, taken: Taken) -> tuple[EngineStat
         else:
             if after.token_budget is not None and after.stats.memory_shortages == shortages:
                 after = relaxed(after)
+            after = copied_ahead(state, after, taken)
             if disk is not None:
                 disk.hold(bool(after.running or after.waiting))
             return after, [*outputs, *more] if outputs else more
@@ -113,7 +114,7 @@ def _attempted(model: Model, state: EngineState, taken: Taken, attempt: Attempt)
     attempt.plan = plan
     taken.pages.extend(plan.allocated)
     taken.frames.extend(plan.frames)
-    state = copied(state, plan.moves, taken, plan.pool.host)
+    state = copied(state, plan.moves, taken, plan.pool.host, plan.allocated, plan.frames)
     kv = copy_pages(state.kv, plan.copies, plan.frame_copies)
     # A carry is valid only for the step after its own. After a step without its rows it is stale, even if the same rows return.
     prefilled, loaded, decoded, ends = None, None, None, dict[int, Exception | None]()

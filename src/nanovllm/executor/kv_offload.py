@@ -11,6 +11,9 @@ order the three streams:
 - Pages that were copied in are scattered only after their copy has ended: the engine's stream waits for the event, and the host does not.
 - A page that is copied out and in is gathered before it is scattered. The copies in are sorted so that they begin while others go out.
 
+Copies *ahead* of an eviction have a third stream, which gathers, too, so that nothing waits for them. A page is written only after it was
+gathered there (`let_write`), and a host page is read or written again only after the copy that writes it.
+
 Frames that have a pool of their own are copied after the pages, through the same stages. A host page has two images then.
 
 On a CPU all of this is done at once, without streams.
@@ -18,7 +21,8 @@ On a CPU all of this is done at once, without streams.
 
 import math
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -35,7 +39,7 @@ from nanovllm.state.offload import Moves, Pair
 from nanovllm.types import Tensor
 
 STAGE_BYTES = 64 << 20  # of one stage
-NUM_STAGES = 4  # two for copies out, two for copies in
+NUM_STAGES = 5  # two for copies out, two for copies in, one for copies ahead
 
 
 @runtime_checkable
@@ -70,6 +74,10 @@ class Copies(Protocol):
         """Let the calling thread wait for a mark of this stream."""
         ...
 
+    def passed(self, mark: Any) -> bool:
+        """Whether all copies before a mark of this stream have ended."""
+        ...
+
 
 class CopiesAtOnce:
     """Copies of a CPU, which have ended when they return."""
@@ -95,6 +103,10 @@ class CopiesAtOnce:
 
     def wait(self, mark: None) -> None:
         """Wait for nothing."""
+
+    def passed(self, mark: None) -> bool:
+        """All copies have ended."""
+        return True
 
 
 class CopyStream:
@@ -132,6 +144,10 @@ class CopyStream:
         """Let the calling thread wait for a mark of this stream."""
         mark.synchronize()
 
+    def passed(self, mark: Any) -> bool:
+        """Whether all copies before a mark of this stream have ended."""
+        return mark.query()
+
 
 @dataclass(slots=True, eq=False)
 class Stage:
@@ -146,13 +162,32 @@ class Stage:
         return self.memory[: count * each].view(like.dtype).view(count, *like.shape[1:])
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Ahead:
+    """Some copies of one pool that are made ahead.
+
+    Attributes:
+        place: The place of the KV pool.
+        pages: The pages, int32.
+        held: The host pages that get their KV, int32.
+        gathered: The mark after which the pages may be written.
+        ended: The mark after which the host pages may be read and written.
+    """
+
+    place: int
+    pages: np.ndarray
+    held: np.ndarray
+    gathered: Any
+    ended: Any
+
+
 class HostMemory:
     """The KV of host pages, and the copies between them and the device.
 
     Args:
         kv: The KV memory of the engine.
         num_pages: The number of host pages.
-        copies: The streams of copies out and in. None: those of the device.
+        stream: Makes a stream of copies. None: one of the device.
         stage_bytes: The size of a stage, at least one page.
 
     Attributes:
@@ -162,7 +197,7 @@ class HostMemory:
         OutOfPagesError: The machine has too little memory.
     """
 
-    def __init__(self, kv: KVState, num_pages: int, copies: tuple[Copies, Copies] | None = None, stage_bytes: int = STAGE_BYTES) -> None:
+    def __init__(self, kv: KVState, num_pages: int, stream: Callable[[], Copies] | None = None, stage_bytes: int = STAGE_BYTES) -> None:
         device, dtype = kv.pools[0].device, kv.pools[0].dtype
         shapes = [(pool.shape[0], *pool.shape[2:]) for pool in kv.pools]
         sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
@@ -171,12 +206,14 @@ class HostMemory:
             memory[start : start + num_pages * size].view(dtype).view(num_pages, *shape)
             for start, size, shape in zip(starts, sizes, shapes, strict=True)
         )
-        of_device = (lambda: CopyStream(device)) if device.type == "cuda" else CopiesAtOnce
-        self._outward, self._inward = copies or (of_device(), of_device())
+        stream = stream or ((lambda: CopyStream(device)) if device.type == "cuda" else CopiesAtOnce)
+        self._outward, self._inward, self._aside = stream(), stream(), stream()
+        self._ahead = deque[Ahead]()  # those that may not have ended, in their order
         self._staged = [min(num_pages, max(1, stage_bytes // size)) for size in sizes]  # images of each pool that fit into a stage
         stage = max(count * size for count, size in zip(self._staged, sizes, strict=True))
         stages = [Stage(torch.empty(stage, dtype=torch.uint8, device=device)) for _ in range(NUM_STAGES)]
-        self._out, self._into = stages[::2], stages[1::2]
+        self._out, self._into, (self._stage_aside,) = stages[:2], stages[2:4], stages[4:]
+        self._ids_aside = torch.empty(max(self._staged), dtype=torch.int32, device=device)  # so that copies ahead need no memory
 
     def move(self, kv: KVState, moves: Moves) -> KVState:
         """Donates `kv`. Copy pages out and in, on the engine's stream and the streams of copies. The host waits for nothing.
@@ -188,43 +225,107 @@ class HostMemory:
         Returns:
             The KV memory, in which pages that were copied out may be written from now on.
         """
+        self._forget_ended()
         before = self._outward.mark(), self._inward.mark()
         self._outward.hold(before[1])
         self._inward.hold(before[0])
+        self._hold_for_ahead(self._outward, moves.out, moves.frames_out)
+        self._hold_for_ahead(self._inward, dict(moves.into), dict(moves.frames_into))
         copies = (moves.out, moves.into), (moves.frames_out, moves.frames_into)
         for place, (pool, (out, into)) in enumerate(zip(kv.pools, copies, strict=False)):
             self._move(place, pool, out, into)
         return kv
 
+    def move_ahead(self, kv: KVState, moves: Moves) -> KVState:
+        """Donates `kv`. Copy pages out that stay where they are, while the engine's stream goes on. It takes no memory of the device.
+
+        Args:
+            kv: The KV memory. `let_write` must be told of pages that the engine writes later.
+            moves: The copies, of which there are none into the device.
+
+        Returns:
+            The KV memory.
+        """
+        self._forget_ended()
+        self._aside.hold(self._aside.engine_mark())
+        self._aside.hold(self._outward.mark())
+        self._aside.hold(self._inward.mark())
+        for place, (pool, out) in enumerate(zip(kv.pools, (moves.out, moves.frames_out), strict=False)):
+            pairs, size = sorted(out.items()), self._staged[place]  # by host page: neighbours are copied at once
+            for start in range(0, len(pairs), size):
+                self._ahead.append(self._store_aside(place, pool, pairs[start : start + size]))
+        return kv
+
+    def let_write(self, *addresses: Seq[int]) -> None:
+        """Let the engine's stream wait until pages were read that are copied ahead, because it is about to write them.
+
+        Args:
+            addresses: For each KV pool the pages that may be written.
+        """
+        self._forget_ended()
+        for place, pages in enumerate(addresses) if self._ahead else ():
+            self._let_write(pages, self._gathers(place))
+
     def synchronize(self) -> None:
         """Let the host wait until all copies have ended."""
-        self._outward.synchronize()
-        self._inward.synchronize()
+        for copies in (self._outward, self._inward, self._aside):
+            copies.synchronize()
 
     @property
     def num_pages(self) -> int:
         """The number of host pages."""
         return len(self.images[0])
 
-    def marks(self) -> tuple[Any, Any]:
+    def marks(self) -> tuple[Any, Any, Any]:
         """The point after all copies so far, for `wait`."""
-        return self._outward.mark(), self._inward.mark()
+        return self._outward.mark(), self._inward.mark(), self._aside.mark()
 
-    def wait(self, marks: tuple[Any, Any]) -> None:
+    def wait(self, marks: tuple[Any, Any, Any]) -> None:
         """Let the calling thread, which may be any, wait until all copies before `marks` have ended."""
-        self._outward.wait(marks[0])
-        self._inward.wait(marks[1])
+        for copies, mark in zip((self._outward, self._inward, self._aside), marks, strict=True):
+            copies.wait(mark)
 
     def view(self, at: int, place: int = 0) -> memoryview:
         """The bytes of a host page in the KV pool with this place, to be read or written."""
         return as_bytes(self.images[place])[at].view(-1).view(torch.uint8).numpy().data
 
+    def _store_aside(self, place: int, pool: Tensor, pairs: Seq[Pair]) -> Ahead:
+        """Copy pages out beside the engine's stream; `pairs` are (host page, page)."""
+        held, pages, copies = [at for at, _ in pairs], [page for _, page in pairs], self._aside
+        memory = self.images[place]
+        images = self._stage_aside.images(memory, len(pairs))
+        copies.run(lambda: gather_pages(pool, _ids(pages, pool.device, self._ids_aside), images))
+        gathered = copies.mark()
+        copies.run(lambda: _copy(images, memory, held, out=True))
+        return Ahead(place, np.array(pages, np.int32), np.array(held, np.int32), gathered, copies.mark())
+
+    def _hold_for_ahead(self, copies: Copies, *held: Collection[int]) -> None:
+        """Let copies wait until copies ahead have written the host pages that they read or write in each KV pool."""
+        for each in reversed(self._ahead):
+            if np.isin(each.held, np.array([*held[each.place]], np.int32)).any():
+                copies.hold(each.ended)
+                return
+
+    def _gathers(self, place: int) -> dict[int, int]:
+        """For each page of a KV pool that is copied ahead the place of these copies among all."""
+        return {page: at for at, each in enumerate(self._ahead) if each.place == place for page in each.pages.tolist()}
+
+    def _let_write(self, pages: Iterable[int], gathers: Mapping[int, int]) -> None:
+        """Let the engine's stream wait until pages are gathered that are copied ahead; `gathers` is that of their pool."""
+        if gathers and (last := max((gathers.get(page, -1) for page in pages), default=-1)) >= 0:
+            self._aside.hold_engine(self._ahead[last].gathered)
+
+    def _forget_ended(self) -> None:
+        while self._ahead and self._aside.passed(self._ahead[0].ended):
+            self._ahead.popleft()
+
     def _move(self, place: int, pool: Tensor, moved_out: Map[int, int], moved_in: Seq[Pair]) -> None:
         """Copy pages of one KV pool, which has this place among all."""
         out, stored, size = sorted(moved_out.items()), 0, self._staged[place]  # by host page: neighbours are copied at once
         gathered = {page: count + 1 for count, (_, page) in enumerate(out)}  # how many pages are gathered before a page may be written
+        ahead, memory = self._gathers(place), self.images[place]
         # First those that need the fewest stages to be gathered before, and of these, neighbours in host memory together.
-        into, memory = sorted(moved_in, key=lambda pair: (-(-gathered.get(pair[1], 0) // size), pair[0])), self.images[place]
+        into = sorted(moved_in, key=lambda pair: (-(-gathered.get(pair[1], 0) // size), ahead.get(pair[1], -1), pair[0]))
         for turn, start in enumerate(range(0, len(into), size)):
             part = into[start : start + size]
             fresh = any(at in moved_out for at, _ in part)  # this plan writes what it reads
@@ -232,6 +333,7 @@ class HostMemory:
             stored = self._store_until(pool, memory, out, stored, wanted, size)
             if fresh:
                 self._inward.hold(self._outward.mark())
+            self._let_write([page for _, page in part], ahead)
             self._load(pool, memory, part, self._into[turn % len(self._into)])
         self._store_until(pool, memory, out, stored, len(out), size)
 
@@ -276,9 +378,10 @@ def _copy(images: Tensor, memory: Tensor, held: Seq[int], *, out: bool) -> None:
         start = stop
 
 
-def _ids(pages: Seq[int], device: torch.device) -> Tensor:
+def _ids(pages: Seq[int], device: torch.device, into: Tensor | None = None) -> Tensor:
     ids = torch.tensor(pages, dtype=torch.int32)
-    return ids.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ids
+    ids = ids.pin_memory() if device.type == "cuda" else ids
+    return ids.to(device, non_blocking=True) if into is None else into[: len(pages)].copy_(ids, non_blocking=True)
 
 
 def _memory(num_bytes: int, device: torch.device, num_pages: int) -> Tensor:

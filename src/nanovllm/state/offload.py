@@ -4,7 +4,8 @@ When the prefix index evicts an idle page, a page of host memory (a *host page*)
 `prefix_keys.py`, which commits to the whole prefix. The host page that was used least recently is replaced first.
 
 A step plans before it copies: `Moves` says which pages are copied out and in. Host pages that are copied in stay where they are, and are
-not replaced within the plan. All copies out come before all copies in, and both before anything else that the step writes.
+not replaced within the plan. All copies out come before all copies in, and both before anything else that the step writes. Pages that are
+likely to be evicted soon are kept at the end of a step already (`kept_ahead.py`); their eviction then copies nothing.
 
 A host page has room for a page and its frame (the KV of layers with a sliding window). It is *bare* if the page had no frame when it left.
 """
@@ -95,6 +96,8 @@ class HostPages:
         moves: The copies that the plan under construction needs. None: no plan is made, and evicted pages are not kept.
         moved: The live chunks in host memory, by `liveness`; see `moved_chunks.py`.
         held: Host pages that the call gave up, each as often as it had them. They keep their content until its commit.
+        ahead: Up to this place in the order of eviction pages were kept ahead of it: a time, and the last page of its group, or -1.
+        behind: Whether there were more such pages than one call may keep.
         disk: The host pages that are being read from the disk; each has one owner and no key. None: nothing is kept on disk.
     """
 
@@ -109,6 +112,8 @@ class HostPages:
     moves: Moves | None = None
     moved: Map[int, Moved] = field(default_factory=Map)
     held: tuple[int, ...] = ()
+    ahead: tuple[int, int] = (0, -1)
+    behind: bool = False
     disk: DiskReads | None = None
 
     def __repr__(self) -> str:
@@ -191,9 +196,14 @@ def keep(host: HostPages, pages: np.ndarray, keys: list[bytes], frames: np.ndarr
     fresh = found.count(None)
     host = replaced(host, fresh - host.used.num_free)
     # Host pages that were replaced are all taken again below. The maps are changed as a whole: thousands of pages may leave at once.
+    used, taken = page_ops.allocate(host.used, min(host.used.num_free, fresh)) or (host.used, ())
+    if frames is None and fresh == len(keys):
+        stay = slice(fresh - len(taken), None)
+        moves = replace(moves, out=moves.out.update(zip(taken, pages[stay].tolist(), strict=True)))
+        by_key, key_of = host.by_key.update(zip(keys[stay], taken, strict=True)), host.key_of.update(zip(taken, keys[stay], strict=True))
+        return replace(host, used=used, by_key=by_key, key_of=key_of, ages=lru.add(host.ages, _array(taken)), moves=moves)
     by_key, key_of, out = host.by_key.mutate(), host.key_of.mutate(), moves.out.mutate()
     bare, frames_out = host.bare.mutate(), moves.frames_out.mutate()
-    used, taken = page_ops.allocate(host.used, min(host.used.num_free, fresh)) or (host.used, ())
     skipped, free, order = fresh - len(taken), iter(taken), list[int]()
     each = [None] * len(keys) if frames is None else frames.tolist()
     for page, frame, key in zip(pages.tolist(), each, keys, strict=True):
@@ -248,7 +258,8 @@ def forget(host: HostPages, lost: Iterable[int]) -> HostPages:
     """Take host pages whose content was lost out of the index."""
     if host.disk is not None and (read := [at for at in lost if at in host.disk.reading]):
         host = replace(host, used=page_ops.release(host.used, _array(read)), disk=host.disk.without(read))
-    return _dropped(host, [at for at in lost if at in host.key_of])
+    host = _dropped(host, [at for at in lost if at in host.key_of])
+    return replace(host, ahead=(0, -1))  # what was kept ahead may be among them
 
 
 def make_room(host: HostPages, count: int) -> HostPages:

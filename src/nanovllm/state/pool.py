@@ -106,13 +106,24 @@ def allocate(pool: Pool, count: int, num_bare: int = 0) -> tuple[Pool, tuple[int
     if count > pool.pages.num_free:
         prefix, evicted = prefix_ops.evict(pool.prefix, count - pool.pages.num_free)
         pages, given, left = page_ops.give_back(pool.pages, evicted)
-        host = _kept(pool, given[left == 0])
+        host = kept(pool, _not_kept_yet(pool, given[left == 0]))
         pool = Pool(pages=pages, prefix=prefix, frames=pool.frames and frame_ops.vacate(pool.frames, given[left == 0]), host=host)
     taken = page_ops.allocate(pool.pages, count)
     if taken is None:
         raise BrokenInvariantError(f"{count} pages were promised, {pool.pages.num_free} are free")
     pool, fresh = Pool(pages=taken[0], prefix=pool.prefix, frames=pool.frames, host=pool.host), taken[1]
     return (pool if pool.frames is None else _framed(pool, pool.frames, np.array(fresh[num_bare:], np.int32))), fresh
+
+
+def kept(pool: Pool, pages: np.ndarray) -> HostPages | None:
+    """The host pages of a plan in which indexed pages lose their KV or a part of it, or may do so soon."""
+    if pool.host is None or pool.host.moves is None or not len(pages):
+        return pool.host
+    keys, (first, second) = keys_of(pool.prefix, pages), addresses(pool, pages)
+    if pool.frames is not None and pool.frames.alone:  # without its frame a page has no KV
+        there = np.flatnonzero(first >= 0)
+        first, keys = first[there], [keys[at] for at in there.tolist()]
+    return offload.keep(pool.host, first, keys, second)
 
 
 def addresses(pool: Pool, pages: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
@@ -249,21 +260,18 @@ def withdraw(pool: Pool, unfilled: frozenset[int]) -> Pool:
     return Pool(pages=pages, prefix=prefix, frames=pool.frames, host=pool.host)
 
 
-def _kept(pool: Pool, pages: np.ndarray) -> HostPages | None:
-    """The host pages of a plan in which indexed pages lose their KV or a part of it."""
-    if pool.host is None or pool.host.moves is None or not len(pages):
-        return pool.host
-    keys, (first, second) = keys_of(pool.prefix, pages), addresses(pool, pages)
-    if pool.frames is not None and pool.frames.alone:  # without its frame a page has no KV
-        there = np.flatnonzero(first >= 0)
-        first, keys = first[there], [keys[at] for at in there.tolist()]
-    return offload.keep(pool.host, first, keys, second)
+def _not_kept_yet(pool: Pool, pages: np.ndarray) -> np.ndarray:
+    """Those pages of the index that were not kept ahead of their eviction."""
+    if pool.host is None or not pool.host.ahead[0] or not len(pages):
+        return pages
+    since = pool.prefix.idle_since.get(pages)
+    return pages[(since < 0) | (since >= pool.host.ahead[0])]
 
 
 def _framed(pool: Pool, frames: Frames, pages: np.ndarray) -> Pool:
     """The pool in which these pages get frames."""
     lost = frame_ops.overtaken(frames, len(pages)) if pool.host is not None else pages[:0]
-    host = _kept(pool, lost[pool.prefix.contains(lost)])
+    host = kept(pool, lost[pool.prefix.contains(lost)])
     return Pool(pages=pool.pages, prefix=pool.prefix, frames=frame_ops.give(frames, pages), host=host)
 
 

@@ -277,6 +277,34 @@ def set_idle(index: PrefixIndex, pages: np.ndarray) -> PrefixIndex:
     )
 
 
+def idle_from(index: PrefixIndex, start: tuple[int, int], due: int, most: int) -> tuple[np.ndarray, tuple[int, int], bool]:
+    """Pages that are among the first ones to be evicted, from some place in the order of eviction on.
+
+    Args:
+        index: The index.
+        start: The place: a time, and the last page before it of the group of this time, or -1. If the group has lost the page, the place is
+            its beginning.
+        due: The number of pages that count as the first ones. Of a group that is partly among them all pages are.
+        most: The largest number of pages to return.
+
+    Returns:
+        The pages (int32) in the order of eviction, the place after them, and whether there are more such pages.
+    """
+    since, parts, count, (time, page) = index.idle_since.copy(), [NO_PAGES], 0, start
+    before = int(np.count_nonzero((since >= 0) & (since < time)))
+    group = index.idle.get(time, NO_PAGES)
+    done = int(np.flatnonzero(group == page)[-1:].sum()) + 1 if page in group else 0
+    before, group = before + done, group[done:]
+    while time < index.now and before + count < due:
+        parts.append(group[: most - count])
+        count, group = count + len(parts[-1]), group[most - count :]
+        if len(group):
+            return np.concatenate(parts), (time, parts[-1].item(-1) if len(parts[-1]) else page), True
+        time, page = time + 1, -1
+        group = index.idle.get(time, NO_PAGES)
+    return np.concatenate(parts), (time, page), False
+
+
 def set_busy(index: PrefixIndex, pages: np.ndarray) -> PrefixIndex:
     """Take pages that have another owner again out of the order of eviction; pages that were not idle are ignored."""
     times = index.idle_since.get(pages)

@@ -6,7 +6,7 @@ import numpy as np
 
 from nanovllm.chunks import handles, prefill
 from nanovllm.chunks import offload as offload_module
-from nanovllm.engine import donation, failures, host_pages, resident
+from nanovllm.engine import donation, failures, host_copies, host_pages, resident
 from nanovllm.executor.kv_offload import HostMemory
 from nanovllm.state import lru, moved_chunks, offload, prefix_keys
 from nanovllm.state import pages as page_ops
@@ -36,6 +36,22 @@ def _fills_a_stage_before_its_copy_ended(hold_engine):
 
 def _reads_before_it_is_written(hold):
     return lambda copies, mark: None
+
+
+def _writes_pages_that_are_copied_ahead(let_write):
+    return lambda memory, pages, gathers: None
+
+
+def _reads_what_is_copied_ahead(hold_for_ahead):
+    return lambda memory, copies, *held: None
+
+
+def _keeps_without_copies(keep_ahead):
+    def faulty(pool, longest, most):
+        done = keep_ahead(pool, longest, most)
+        return None if done is None else (done[0], Moves())
+
+    return faulty
 
 
 def _copies_in_before_out(move):
@@ -189,6 +205,24 @@ HOST_FAULTS: tuple[Fault, ...] = (
         machine=HostMemoryMachine,
         targets=((LateCopies, "hold"),),
         faulty=_reads_before_it_is_written,
+    ),
+    Fault(
+        name="host memory: a page written before it is copied ahead",
+        machine=HostMemoryMachine,
+        targets=((HostMemory, "_let_write"),),
+        faulty=_writes_pages_that_are_copied_ahead,
+    ),
+    Fault(
+        name="host memory: a host page read before its copy ahead ended",
+        machine=HostMemoryMachine,
+        targets=((HostMemory, "_hold_for_ahead"),),
+        faulty=_reads_what_is_copied_ahead,
+    ),
+    Fault(
+        name="host memory: pages kept ahead are not copied",
+        machine=HostMemoryMachine,
+        targets=((host_copies, "keep_ahead"),),
+        faulty=_keeps_without_copies,
     ),
     Fault(
         name="host memory: copies in come before copies out",

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from nanovllm.executor.kv_offload import HostMemory
 from nanovllm.state.kv_cache import KVState
 from nanovllm.state.offload import Moves
@@ -50,14 +52,24 @@ class LateCopies:
         """Make the copies before a mark."""
         self.hold_engine(mark)
 
+    def passed(self, mark: Any) -> bool:
+        """Whether the copies before a mark were made."""
+        return self._made >= mark[1]
+
 
 class FlakyHostMemory(HostMemory):
-    """Host memory with two streams of `LateCopies`, whose moves are device calls of a `FlakyExecutor`, so that they may fail."""
+    """Host memory with three streams of `LateCopies`, whose moves are device calls of a `FlakyExecutor`, so that they may fail."""
 
     def __init__(self, kv: KVState, num_pages: int, executor: FlakyExecutor) -> None:
-        super().__init__(kv, num_pages, (LateCopies(), LateCopies()), stage_bytes=1)  # a stage has one page
+        super().__init__(kv, num_pages, LateCopies, stage_bytes=1)  # a stage has one page
         self._executor = executor
 
     def move(self, kv: KVState, moves: Moves) -> KVState:
         """Copy pages out, then in, or raise `PlantedError`."""
         return self._executor._run(lambda: super(FlakyHostMemory, self).move(kv, moves))
+
+    def move_ahead(self, kv: KVState, moves: Moves) -> KVState:
+        """Copy pages ahead, or raise `PlantedError`. These copies take no memory of the device, so they never run out of it."""
+        if isinstance(self._executor.error, torch.OutOfMemoryError):
+            return super().move_ahead(kv, moves)
+        return self._executor._run(lambda: super(FlakyHostMemory, self).move_ahead(kv, moves))

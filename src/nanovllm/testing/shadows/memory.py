@@ -60,7 +60,7 @@ def freeze(value: Any) -> Any:
             reads = value.disk and (value.disk.reading, value.disk.framed, value.disk.waits)
             disk = value.disk and (*(frozenset(each.items()) for each in reads), value.disk.now)
             keys = frozenset(value.by_key.items()), frozenset(value.key_of.items()), frozenset(value.bare)
-            return freeze(value.used), *keys, ages, moves, frozenset(value.moved.items()), value.held, disk
+            return freeze(value.used), *keys, ages, moves, frozenset(value.moved.items()), value.held, value.ahead, value.behind, disk
         case Frames():
             spare = value.spare
             arrays = tuple(tuple(a.copy().tolist()) for a in (value.frame_of, value.needs, spare.since))
