@@ -9,6 +9,7 @@ where they read the others' memory once all have come. The larger sizes of `meet
 `pushed_rows_bytes` are where an engine changes.
 `--sums` measures nothing else. `prompt_16k_ways_ms` has the time to the first token of a prompt of 16,384 tokens that runs whole, and as
 two halves whose layers take turns. `roofline_percent` are the shares of the roofline of one GPU's part, in which the sums are not counted.
+`host_us` are the microseconds of a step in which no call of the model runs: scheduling, page tables, the work on tokens.
 """
 
 import argparse
@@ -130,7 +131,8 @@ def main(arguments: list[str] | None = None) -> None:
         return _leave()
     figures |= {"all_reduce_us": all_reduce_times(mesh, group), "pushed_bytes": group.pushed, "pushed_rows_bytes": group.pushed_rows}
     held, shares = held_bytes(model.params, model.config, model.dtype), dict[str, float]()
-    figures |= {"roofline": report.ceiling_json(ceiling), "roofline_percent": shares}
+    host = dict[str, float]()
+    figures |= {"roofline": report.ceiling_json(ceiling), "roofline_percent": shares, "host_us": host}
 
     def note(line: str | None = None) -> None:
         """Print a line, and write what there is so far: a run may be ended."""
@@ -144,7 +146,10 @@ def main(arguments: list[str] | None = None) -> None:
 
     for one in measure(engine.generate, options.which.split(","), model.config.vocab_size, options.repeats, lambda: engine.spent):
         figures[one.key] = one.figure
-        shares[one.key] = report.row(one, model.config, model.dtype, ceiling, held)["roofline_percent"]
+        row = report.row(one, model.config, model.dtype, ceiling, held)
+        shares[one.key] = row["roofline_percent"]
+        if row["host_percent"] is not None:
+            host[one.key] = round(10 * row["host_percent"] * row["step_ms"], 1)
         note(f"{one.key}: {one.figure:,}")
     figures["prompt_16k_ms"] = prompt_ms(engine)
     if mesh.size > 1:

@@ -78,6 +78,7 @@ LIST = (
     faults("rank-faults-x4", 4, ranks=2),
     two_ranks("two-ranks", 400),
     two_ranks("two-ranks-halves", 400, "--halves"),
+    ranks("8b", 1, "qwen3-8b", "--which", "b1,b8,b64", by_name=True),  # the host's time beside that of two ranks
     ranks("8b", 2, "qwen3-8b"),
     ranks("32b", 2, "qwen3-32b"),
     ranks("70b", 2, "llama-3.3-70b", by_name=True),  # needs cards of more than 80 GB
