@@ -91,6 +91,21 @@ def test_a_page_that_is_copied_ahead_waits_only_for_its_own_copies():
     assert torch.equal(memory.images[0][:2], before[:, :2].transpose(0, 1)) and not memory.images[0][2:4].any()
 
 
+@pytest.mark.parametrize("first", ["_outward", "_aside"])
+@pytest.mark.parametrize("ahead", ["first", "last"])
+def test_a_host_page_has_what_was_copied_last_whichever_stream_runs_first(ahead, first):
+    pool = random_pages()
+    kv, memory = KVState(pools=(pool,)), HostMemory(KVState(pools=(pool,)), HOST, LateCopies, stage_bytes=PAGE_BYTES)
+    one, other = Moves(out=Map({3: 0})), Moves(out=Map({3: 1}))
+    if ahead == "first":
+        memory.move(memory.move_ahead(kv, one), other)
+    else:
+        memory.move_ahead(memory.move(kv, one), other)
+    getattr(memory, first).synchronize()
+    memory.synchronize()
+    assert torch.equal(memory.images[0][3], pool[:, 1])
+
+
 @pytest.mark.parametrize("stage", [1, 2, 4])
 @pytest.mark.parametrize("late", [False, True])
 def test_pages_that_are_copied_out_and_in_are_gathered_first(stage, late):

@@ -217,7 +217,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/engine/test_host_memory.py",),
         (
             "calls on chunks forget their copies",
-            "return copied(replace(state, pool=replace(pool, host=host)), moves, taken, host)",
+            "return copied(replace(state, pool=replace(pool, host=host)), moves, taken, host, taken.pages, taken.frames)",
             "return replace(state, pool=replace(pool, host=host))",
         ),
         ("copies out count as copies in", "loaded_tokens=into * size", "loaded_tokens=out * size"),
@@ -317,6 +317,32 @@ MUTANTS: tuple[Mutant, ...] = (
         ("chunks do not wait for reads", "state = with_reads_ended(state)", "pass"),
     ),
     *bugs(
+        "state/kept_ahead.py",
+        ("tests/state/test_kept_ahead.py",),
+        ("pages are kept although others are free", "due = wanted - pool.num_free", "due = wanted"),
+        ("all of host memory is used ahead", "(host.used.num_free + host.ages.count) // 2", "host.num_pages"),
+        ("a call never continues", "behind=more", "behind=False"),
+    ),
+    *bugs(
+        "state/prefix_cache.py",
+        ("tests/state/test_kept_ahead.py",),
+        (
+            "a group is looked at from its second page on",
+            "done = int(np.flatnonzero(group == page)[-1:].sum()) + 1 if page in group else 0",
+            "done = 1",
+        ),
+    ),
+    *bugs(
+        "state/pool.py",
+        ("tests/state/test_kept_ahead.py",),
+        ("pages kept later count as kept", "(since >= pool.host.ahead[0])", "(since > pool.host.ahead[0])"),
+    ),
+    *bugs(
+        "state/offload.py",
+        ("tests/state/test_kept_ahead.py",),
+        ("lost pages count as kept ahead", "return replace(host, ahead=(0, -1))", "return replace(host)"),
+    ),
+    *bugs(
         "engine/host_pages.py",
         ("tests/engine/test_host_memory.py",),
         ("namespaces share host memory", "find(host, tokens, held, size, namespace, ", "find(host, tokens, held, size, 0, "),
@@ -339,7 +365,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *bugs(
         "state/pool.py",
         ("tests/engine/test_host_windows.py",),
-        ("frames that are taken are not kept", "host = _kept(pool, lost[pool.prefix.contains(lost)])", "host = pool.host"),
+        ("frames that are taken are not kept", "host = kept(pool, lost[pool.prefix.contains(lost)])", "host = pool.host"),
         ("a page without KV is kept", "there = np.flatnonzero(first >= 0)", "there = np.arange(len(first))"),
     ),
     *bugs(
@@ -359,6 +385,14 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a page is written before it was gathered", "max(gathered.get(page, 0) for _, page in part)", "0"),
         ("a plan reads before it writes", "fresh = any(at in moved_out for at, _ in part)", "fresh = False"),
         ("only single host pages are copied", "if stop < len(held) and held[stop] == held[stop - 1] + 1:", "if stop < len(held):"),
+        (
+            "pages are written before they were copied ahead",
+            "            self._aside.hold_engine(self._ahead[last].gathered)\n",
+            "            pass\n",
+        ),
+        ("host pages are read before their copies ahead", "                copies.hold(each.ended)\n", "                pass\n"),
+        ("copies ahead overtake copies out", "        self._aside.hold(self._outward.mark())\n", ""),
+        ("threads do not wait for copies ahead", "self._inward.mark(), self._aside.mark()", "self._inward.mark(), self._outward.mark()"),
     ),
     *bugs(
         "state/sequence_pages.py",

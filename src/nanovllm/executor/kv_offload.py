@@ -247,9 +247,8 @@ class HostMemory:
             The KV memory.
         """
         self._forget_ended()
-        self._aside.hold(self._aside.engine_mark())
+        self._aside.hold(self._aside.engine_mark())  # which comes after all copies in, for which the engine's stream has waited
         self._aside.hold(self._outward.mark())
-        self._aside.hold(self._inward.mark())
         for place, (pool, out) in enumerate(zip(kv.pools, (moves.out, moves.frames_out), strict=False)):
             pairs, size = sorted(out.items()), self._staged[place]  # by host page: neighbours are copied at once
             for start in range(0, len(pairs), size):
