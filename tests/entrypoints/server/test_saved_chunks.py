@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 import nanovllm as nv
-from nanovllm.chunks.storage import blocks
-from nanovllm.chunks.storage import file as chunk_file
+from nanovllm.chunks.storage import blocks, reserved
 from nanovllm.engine import host_memory
 from nanovllm.engine.disk_flush import flush_kv
 from nanovllm.entrypoints.server import saved_chunks
@@ -390,14 +389,14 @@ def test_what_happens_to_one_file_keeps_no_engine_from_its_start(
     assert served.post("/v1/chunks", {"name": "b", "token_ids": [5, 6, 7]}).status == 200
     for name in ("king", "b"):
         assert served.post(f"/v1/chunks/{name}/save", {}).status == 200
-    load = chunk_file.load
+    reserve = reserved.reserve
 
-    def broken(model: nv.Model, state: nv.EngineState, fd: int, path: Path, namespace: int) -> Any:
+    def broken(model: nv.Model, state: nv.EngineState, fd: int, path: Path, *base: Any) -> Any:
         if path.name == "king":
             raise MemoryError
-        return load(model, state, fd, path, namespace)
+        return reserve(model, state, fd, path, *base)
 
-    monkeypatch.setattr(chunk_file, "load", broken)
+    monkeypatch.setattr(reserved, "reserve", broken)
     assert again(served) == [("b", 3)]
     assert "a chunk was not loaded again: king: the file could not be loaded: MemoryError" in capfd.readouterr().err
 
