@@ -13,7 +13,12 @@ import pytest
 import nanovllm as nv
 from nanovllm.chunks.storage import reserved
 from nanovllm.entrypoints.server import saved_chunks
+from nanovllm.entrypoints.server.engine_metrics import EngineMetrics
+from nanovllm.entrypoints.server.held import Held
+from nanovllm.entrypoints.server.named_chunks import ChunkLimits, NamedChunks
 from nanovllm.entrypoints.server.settings import Settings
+from nanovllm.entrypoints.server.unread_chunks import hold_marked, read_in
+from tests.entrypoints.ranks.twins import Twins
 from tests.entrypoints.server.live import LIMIT, Live
 from tests.entrypoints.server.slow_disk import Calling, Slow, code_of
 
@@ -396,3 +401,31 @@ def test_requests_that_wait_for_chunks_are_bounded(served: Live, monkeypatch: py
     disk.go.set()
     assert first.answer().status == 200
     served.wait_until_idle()
+
+
+def test_all_ranks_take_the_pages_and_read_the_files(tmp_path: Path) -> None:
+    limits: dict[str, Any] = {"num_pages": 32, "page_size": 4}
+    model, tokens = nv.load_model("tiny", device="cpu"), [*range(5, 25)]
+    named = NamedChunks(limits=ChunkLimits(folder=tmp_path, kept=True))
+    state, chunk = nv.prefill(model, nv.init_state(model, **limits), tokens)
+    for name in ("king", "queen", "wrong"):
+        path = saved_chunks.path_of(named.limits, "", name)
+        path.parent.mkdir(exist_ok=True)
+        nv.save_chunk(state, chunk, path)
+        saved_chunks.mark(path, name)
+    path.write_bytes(path.read_bytes()[:-1] + b"~")
+    state = nv.init_state(model, **limits)
+    twins = Twins(model, state, nv.init_state(model, **limits))
+    held, problems = hold_marked(Held(model=model, state=state, named=named, metrics=EngineMetrics()))
+    assert not problems and twins.sent == ["reserve"] * 3 and held.state.pool.pages.num_free == 32 - 5  # all have the same five pages
+    for name, error in (("wrong", nv.ChunkFileError), ("king", None), ("queen", None)):
+        number = held.named.get("", name).chunk.liveness
+        later = read_in(held, number)
+        held, value = later.end(held, later.work(lambda _: None))
+        assert type(value) is (error or type(None)) and number not in held.named.unread
+    assert twins.sent[3:] == ["fill", "release", "fill", "fill"]
+    for each in (held.state, twins.second):
+        nv.check(each)
+    greedy, queen = nv.SamplingParams(temperature=0, max_tokens=4), held.named.get("", "queen").chunk
+    replies = [nv.generate(model, *of, greedy)[1] for of in ((held.state, [queen, [7]]), (nv.init_state(model, num_pages=8), [*tokens, 7]))]
+    assert replies[0].token_ids == replies[1].token_ids
