@@ -4,11 +4,12 @@
     python -m benchmarks.restart --model qwen3-8b --device cuda --tokens 2048 --output benchmarks/results/h200-restart.json
 
 `--chunks` chunks of `--tokens` random tokens are named. When their files are complete, all processes of the server are killed at once.
-`start_s` is how long the next start takes until the server answers and lists all chunks, and `bare_start_s` the same without a folder, each
-the median of `--repeats`. The files are read after that. `all_loaded_s` is the time from the start until all of them were read, while no
-requests come; with `--repeats 1` they come. After the first start a request begins with each chunk in turn. `first_use_ms` is the time
-to a token of the `first_uses` requests whose chunk was not read before, `use_ms` that of the same requests once all files were read, and
-`cached` how many of the chunks' tokens the requests did not run, of all.
+`start_s` is how long the next start takes until the server answers and lists all chunks. `bare_start_s` is the same without a folder. With
+host memory the start of both measures how fast prompts run. Both are medians of `--repeats`. The files are read after that:
+`all_loaded_s` is the time from the start until all of them were read, while no requests come; with `--repeats 1` they come. After the first
+start a request begins with each chunk in turn. `first_use_ms` is the time to a token of the `first_uses` requests whose chunk was not read
+before, `use_ms` that of the same requests once all files were read, and `cached` how many of the chunks' tokens the requests did not run,
+of all.
 """
 
 import argparse
@@ -113,8 +114,8 @@ def restarted(model: str, options: argparse.Namespace, folder: Path, vocab: int)
     """The figures of one model."""
     draw = random.Random(0)
     pages = options.chunks * (options.tokens // 16 + 2) * 2
-    bare = ["--num-pages", str(pages), *(["--device", options.device] if options.device else [])]
-    arguments = [*bare, "--kv-dir", str(folder / "kv"), "--kv-dir-gib", "64", "--host-kv-gib", str(options.host_kv_gib)]
+    bare = ["--num-pages", str(pages), *(["--device", options.device] if options.device else []), "--host-kv-gib", str(options.host_kv_gib)]
+    arguments = [*bare, "--kv-dir", str(folder / "kv"), "--kv-dir-gib", "64"]
     arguments += ["--max-chunks", str(options.chunks), "--chunk-share", "0.9"]
     chunks = {f"c{number}": [draw.randrange(vocab) for _ in range(options.tokens)] for number in range(options.chunks)}
     stack, client, pid, _ = begun(model, arguments)
