@@ -4,9 +4,12 @@
     python -m benchmarks.restart --model qwen3-8b --device cuda --tokens 2048 --output benchmarks/results/h200-restart.json
 
 `--chunks` chunks of `--tokens` random tokens are named. When their files are complete, all processes of the server are killed at once.
-`start_s` is how long the next start takes until the server answers, with the chunks and without a folder (`bare`); the medians of
-`--repeats`. `use_ms` is the time to a token of a request that begins with each chunk in turn, and `cached` how many of the chunks' tokens
-these requests did not run, of all.
+`start_s` is how long the next start takes until the server answers and lists all chunks. `bare_start_s` is the same without a folder. With
+host memory the start of both measures how fast prompts run. Both are medians of `--repeats`. The files are read after that:
+`all_loaded_s` is the time from the start until all of them were read, while no requests come; with `--repeats 1` they come. After the first
+start a request begins with each chunk in turn. `first_use_ms` is the time to a token of the `first_uses` requests whose chunk was not read
+before, `use_ms` that of the same requests once all files were read, and `cached` how many of the chunks' tokens the requests did not run,
+of all.
 """
 
 import argparse
@@ -75,6 +78,28 @@ def killed(pid: int) -> None:
             os.kill(each, signal.SIGKILL)
 
 
+def chunks_of(client: Client) -> dict[str, bool]:
+    """The names of the chunks, and whether each was read from its file."""
+    return {each["name"]: each["loaded"] for each in client.call("/v1/chunks")["data"]}
+
+
+def all_loaded(client: Client) -> None:
+    """Wait until all chunks were read from their files."""
+    start = time.perf_counter()
+    while not all(chunks_of(client).values()):
+        if time.perf_counter() - start > LIMIT:
+            raise SystemExit(f"not all chunks were read after {LIMIT:.0f} seconds")
+        time.sleep(0.02)
+
+
+def used(client: Client, name: str) -> tuple[float, int]:
+    """The milliseconds to a token of a request that begins with a chunk, and how many tokens it did not run."""
+    begin = time.perf_counter()
+    body = {"model": "model", "chunks": [name], "prompt": "Once", "max_tokens": 1, "temperature": 0}
+    usage = client.call("/v1/completions", body)["usage"]
+    return 1e3 * (time.perf_counter() - begin), usage["prompt_tokens_details"]["cached_tokens"]
+
+
 def files_of(client: Client, count: int) -> float:
     """Wait until the chunks have files. Returns the seconds."""
     start = time.perf_counter()
@@ -89,8 +114,8 @@ def restarted(model: str, options: argparse.Namespace, folder: Path, vocab: int)
     """The figures of one model."""
     draw = random.Random(0)
     pages = options.chunks * (options.tokens // 16 + 2) * 2
-    bare = ["--num-pages", str(pages), *(["--device", options.device] if options.device else [])]
-    arguments = [*bare, "--kv-dir", str(folder / "kv"), "--kv-dir-gib", "64", "--host-kv-gib", str(options.host_kv_gib)]
+    bare = ["--num-pages", str(pages), *(["--device", options.device] if options.device else []), "--host-kv-gib", str(options.host_kv_gib)]
+    arguments = [*bare, "--kv-dir", str(folder / "kv"), "--kv-dir-gib", "64"]
     arguments += ["--max-chunks", str(options.chunks), "--chunk-share", "0.9"]
     chunks = {f"c{number}": [draw.randrange(vocab) for _ in range(options.tokens)] for number in range(options.chunks)}
     stack, client, pid, _ = begun(model, arguments)
@@ -99,27 +124,33 @@ def restarted(model: str, options: argparse.Namespace, folder: Path, vocab: int)
             client.call("/v1/chunks", {"name": name, "token_ids": tokens})
         saving = files_of(client, len(chunks))
         killed(pid)
-    starts, bares, uses, cached = list[float](), list[float](), list[float](), 0
+    starts, bares, reads, firsts, uses, cached = list[float](), list[float](), list[float](), list[float](), list[float](), 0
     for repeat in range(options.repeats):
         stack, client, pid, took = begun(model, arguments)
         with stack:
-            starts.append(took)
-            there = {each["name"] for each in client.call("/v1/chunks")["data"]}
-            if there != {*chunks}:
+            begin, there = time.perf_counter(), chunks_of(client).keys()
+            starts.append(took + time.perf_counter() - begin)
+            if there != chunks.keys():
                 raise SystemExit(f"after the restart {len(there)} of {len(chunks)} chunks are there")
-            for name in chunks if not repeat else ():
-                begin = time.perf_counter()
-                body = {"model": "model", "chunks": [name], "prompt": "Once", "max_tokens": 1, "temperature": 0}
-                usage = client.call("/v1/completions", body)["usage"]
-                uses.append(1e3 * (time.perf_counter() - begin))
-                cached += usage["prompt_tokens_details"]["cached_tokens"]
+            if not repeat:
+                for name in chunks:
+                    unread = not chunks_of(client)[name]
+                    milliseconds, reused = used(client, name)
+                    cached += reused
+                    firsts += [milliseconds] * unread
+            all_loaded(client)
+            if repeat or options.repeats == 1:
+                reads.append(took + time.perf_counter() - begin)
+            if not repeat:
+                uses += [used(client, name)[0] for name in chunks]
             killed(pid)
         stack, _, _, took = begun(model, bare)
         bares.append(took)
         stack.close()
     return {
         "start_s": round(statistics.median(starts), 2), "bare_start_s": round(statistics.median(bares), 2), "saving_s": round(saving, 2),
-        "use_ms": round(statistics.median(uses), 1), "cached": cached, "of": options.chunks * options.tokens,
+        "all_loaded_s": round(statistics.median(reads), 2), "first_use_ms": round(statistics.median(firsts), 1) if firsts else None,
+        "first_uses": len(firsts), "use_ms": round(statistics.median(uses), 1), "cached": cached, "of": options.chunks * options.tokens,
         "bytes": sum(file.stat().st_size for file in (folder / "kv").rglob("*.safetensors")),
     }  # fmt: skip
 

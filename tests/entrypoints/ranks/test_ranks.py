@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import nanovllm as nv
+from nanovllm.chunks.storage import reserved
 from nanovllm.executor.executor import runtime_of
 from nanovllm.state.digest import digest
 from nanovllm.state.offload import Rates
@@ -74,6 +75,11 @@ def test_chunks_are_those_of_one_process(both: tuple[nv.LLM, nv.LLM], tmp_path: 
         path = tmp_path / f"{llm is both[0]}.safetensors"
         nv.save_chunk(llm.state, less, path)
         llm.state, loaded = nv.load_chunk(model, llm.state, path)
+        with path.open("rb") as file:
+            llm.state, later = reserved.reserve(model, llm.state, file.fileno(), path)
+            llm.state = reserved.fill(model, llm.state, file.fileno(), path, later)
+        nv.save_chunk(llm.state, later, tmp_path / "later")
+        assert (tmp_path / "later").read_bytes() == path.read_bytes()
         store = nv.ChunkStore(tmp_path / str(llm is both[0]), max_bytes=1e9)
         key = store.save(llm.state, king)
         llm.state, stored = store.load(model, llm.state, key)
@@ -82,7 +88,7 @@ def test_chunks_are_those_of_one_process(both: tuple[nv.LLM, nv.LLM], tmp_path: 
         assert stored is not None and missing is None
         told.append((reply.text, loaded.token_ids.tolist(), stored.token_ids.tolist(), key, str(loaded.provenance)))
         files.append(load_file(path))
-        for chunk in (king, city, whole, less, loaded, stored, reply.chunk):
+        for chunk in (king, city, whole, less, loaded, later, stored, reply.chunk):
             llm.state = nv.release(llm.state, chunk)
     assert told[0] == told[1]
     assert files[0]["kv"].shape == files[1]["kv"].shape == (8, len(files[0]["tokens"]), 2, 2, 64), "a file has the heads of all ranks"

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 import nanovllm as nv
-from nanovllm.chunks.storage import blocks
-from nanovllm.chunks.storage import file as chunk_file
+from nanovllm.chunks.storage import blocks, reserved
 from nanovllm.engine import host_memory
 from nanovllm.engine.disk_flush import flush_kv
 from nanovllm.entrypoints.server import saved_chunks
@@ -21,7 +20,8 @@ from nanovllm.entrypoints.server.settings import Settings
 from nanovllm.entrypoints.server.side_thread import Between, Later, SideThread
 from nanovllm.files import temporary
 from nanovllm.testing.models import random_model, tiny_config
-from tests.entrypoints.server.live import LIMIT, Answer, Live
+from tests.entrypoints.server.live import LIMIT, Live
+from tests.entrypoints.server.slow_disk import Calling, Slow, code_of
 
 pytestmark = pytest.mark.unhooked  # whole engines run many steps, which the hook makes three to six times as long
 KING = "The king of Aistonia is Oswin."
@@ -34,42 +34,6 @@ def served(tmp_path: Path) -> Iterator[Live]:
     with Live(settings=Settings(shutdown_seconds=10.0, chunk_dir=tmp_path, max_chunks=4), num_pages=128) as server:
         assert server.post("/v1/chunks", {"name": "king", "text": KING}).status == 200
         yield server
-
-
-class Slow:
-    """A disk that stops at a block until `go` is set."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-        self.reached, self.go = threading.Event(), threading.Event()
-        function = getattr(blocks, name)
-
-        def waiting(*args: Any) -> Any:
-            self.reached.set()
-            assert self.go.wait(LIMIT)
-            return function(*args)
-
-        monkeypatch.setattr(blocks, name, waiting)
-
-
-class Calling:
-    """A POST in a thread of its own."""
-
-    def __init__(self, live: Live, path: str, body: Any) -> None:
-        self._answers: list[Answer] = []
-        self._thread = threading.Thread(target=lambda: self._answers.append(live.post(path, body)))
-        self._thread.start()
-
-    @property
-    def ended(self) -> bool:
-        return not self._thread.is_alive()
-
-    def answer(self) -> Answer:
-        self._thread.join(LIMIT)
-        return self._answers[0]
-
-
-def code_of(answer: Answer) -> tuple[int, str | None]:
-    return answer.status, answer.json()["error"]["code"]
 
 
 def files(live: Live) -> list[Path]:
@@ -390,14 +354,14 @@ def test_what_happens_to_one_file_keeps_no_engine_from_its_start(
     assert served.post("/v1/chunks", {"name": "b", "token_ids": [5, 6, 7]}).status == 200
     for name in ("king", "b"):
         assert served.post(f"/v1/chunks/{name}/save", {}).status == 200
-    load = chunk_file.load
+    reserve = reserved.reserve
 
-    def broken(model: nv.Model, state: nv.EngineState, fd: int, path: Path, namespace: int) -> Any:
+    def broken(model: nv.Model, state: nv.EngineState, fd: int, path: Path, *base: Any) -> Any:
         if path.name == "king":
             raise MemoryError
-        return load(model, state, fd, path, namespace)
+        return reserve(model, state, fd, path, *base)
 
-    monkeypatch.setattr(chunk_file, "load", broken)
+    monkeypatch.setattr(reserved, "reserve", broken)
     assert again(served) == [("b", 3)]
     assert "a chunk was not loaded again: king: the file could not be loaded: MemoryError" in capfd.readouterr().err
 

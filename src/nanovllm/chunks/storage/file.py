@@ -173,10 +173,8 @@ def place(
         namespace: Indexed KV is shared only within it.
     """
     require_kv_dtype(head, state, path)
+    require_length(head, state, path)
     count, size, gaps = len(head.tokens), state.config.page_size, head.gaps
-    limit = min(state.config.max_model_len - offset_after(gaps), capacity(state))
-    if count > limit:
-        raise InvalidRequestError(f"{path}: the chunk has {count} tokens; this engine holds at most {limit}")
     shared, _ = pools.reusable(state.pool, head.tokens[: head.num_exact], whole=True, namespace=namespace)
     pool = pools.acquire(state.pool, shared)
     missing = pages_for(count, size) - len(shared)
@@ -193,17 +191,10 @@ def place(
         pool = state.pool
         require_writable(pool.pages, fresh)
         pages = IntVector.of(shared).extend(fresh)
-        start = len(shared) * size
-        at = np.arange(count)
-        slots = (pages.array()[at // size] * size + at % size).astype(np.int32)
-        of_pools = [
-            torch.from_numpy(frame_slots(pool.frames, slots, size) if framed and pool.frames is not None else slots).to(model.device)
-            for framed in windowed_pools(state)
-        ]
+        put = scatterer(model, state, head, pages, len(shared))
         with closing(read()) as windows:
             for first, raw in windows:
-                rows = own_heads(raw.to(model.device, non_blocking=True).view(head.dtype).view(-1, *head.shape[2:]), model.config)
-                _scatter(state.kv, model.config.places, rows, first, of_pools, start)
+                put(first, raw)
         sequence = Sequence(
             request=plain_request(count, namespace), tokens=IntVector.of(head.tokens), pages=pages, num_filled=count, most_filled=count,
             provenance=head.provenance, exact_len=head.num_exact, gaps=gaps,
@@ -211,6 +202,31 @@ def place(
         state = replace(state, stats=state.stats.add(reused_tokens=count))
         state, chunk = chunk_of(model, state, sequence)
         return commit_state(state), chunk
+
+
+def scatterer(model: Model, state: EngineState, head: Head, pages: IntVector, num_before: int) -> Callable[[int, Tensor], None]:
+    """A function that writes rows of a file, as `blocks.read_kv` yields them, into pages. It is valid as long as the state is.
+
+    Args:
+        model: The model.
+        state: The newest state, whose KV is written.
+        head: The head of the file.
+        pages: The pages for all its tokens.
+        num_before: Leading pages that have their KV already, and are not written.
+    """
+    count, size, frames = len(head.tokens), state.config.page_size, state.pool.frames
+    at = np.arange(count)
+    slots = (pages.array()[at // size] * size + at % size).astype(np.int32)
+    of_pools = [
+        torch.from_numpy(frame_slots(frames, slots, size) if framed and frames is not None else slots).to(model.device)
+        for framed in windowed_pools(state)
+    ]
+
+    def put(first: int, raw: Tensor) -> None:
+        rows = own_heads(raw.to(model.device, non_blocking=True).view(head.dtype).view(-1, *head.shape[2:]), model.config)
+        _scatter(state.kv, model.config.places, rows, first, of_pools, num_before * size)
+
+    return put
 
 
 def write(state: EngineState, chunk: Chunk, fd: int) -> Head:
@@ -346,6 +362,17 @@ def require_model(head: Head, model: Model, path: Path) -> None:
     outside = head.tokens[(head.tokens < 0) | (head.tokens >= config.vocab_size)]
     if len(outside):
         raise ChunkFileError(f"{path}: token id {int(outside[0])} is outside the vocabulary 0 ... {config.vocab_size - 1}")
+
+
+def require_length(head: Head, state: EngineState, path: Path) -> None:
+    """Require a head of a chunk that is not too long for an engine.
+
+    Raises:
+        InvalidRequestError: It is.
+    """
+    count, limit = len(head.tokens), min(state.config.max_model_len - offset_after(head.gaps), capacity(state))
+    if count > limit:
+        raise InvalidRequestError(f"{path}: the chunk has {count} tokens; this engine holds at most {limit}")
 
 
 def require_kv_dtype(head: Head, state: EngineState, path: Path) -> None:

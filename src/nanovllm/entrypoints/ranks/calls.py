@@ -11,6 +11,7 @@ from nanovllm.chunks.offload import offload
 from nanovllm.chunks.prefill import prefill
 from nanovllm.chunks.score import score
 from nanovllm.chunks.storage.file import gather_rows, load
+from nanovllm.chunks.storage.reserved import fill, reserve
 from nanovllm.engine.disk_flush import flush_pages
 from nanovllm.engine.donation import model_key
 from nanovllm.engine.requests import cancel, submit, submit_many
@@ -28,7 +29,7 @@ CALLS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         function.__name__: function
         for function in (
             submit, submit_many, cancel, step, prefill, generate, generate_many, fork, truncate, release, detach, compose, drop, score,
-            offload, load, flush_pages, gather_rows, answer_of, examine_parts,
+            offload, load, reserve, fill, flush_pages, gather_rows, answer_of, examine_parts,
         )
     }
 )  # fmt: skip

@@ -21,21 +21,29 @@ from nanovllm.chunks.storage import file as chunk_file
 from nanovllm.chunks.thinking import think_spans
 from nanovllm.entrypoints.server import saved_chunks
 from nanovllm.entrypoints.server.held import Held
-from nanovllm.entrypoints.server.named_chunks import Named, count_pages, deleted, settled
+from nanovllm.entrypoints.server.named_chunks import Named, NamedChunks, count_pages, deleted, settled
 from nanovllm.entrypoints.server.saved_list import listed
 from nanovllm.entrypoints.server.side_thread import Between, Later
 from nanovllm.entrypoints.server.wire import Keep
-from nanovllm.errors import ChunkFileError, EngineDeadError, InvalidRequestError, NanoVLLMError, OutOfPagesError
+from nanovllm.errors import ChunkFileError, InvalidRequestError, NanoVLLMError, OutOfPagesError
 from nanovllm.executor.executor import runtime_of
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.request import RequestOutput
 
-AHEAD = 2  # files that the system reads into memory while one is loaded
+# Functions that read the KV of the chunks that they name, or give up its file.
+READERS = frozenset(("fork_chunk", "truncate_chunk", "compose_chunks", "drop_spans", "save_chunk", "delete_saved"))
 
 
-def described(name: str, named: Named) -> dict[str, Any]:
-    """What clients are told of a chunk."""
+def unread_by(named: NamedChunks, function: str, arguments: Mapping[str, Any]) -> int | None:
+    """The `liveness` of the first chunk whose KV must be read from its file before a function of this module is called, or None."""
+    if function not in READERS:
+        return None
+    return named.first_unread(arguments["space"], arguments.get("names") or [arguments["name"]])
+
+
+def described(name: str, named: Named, *, loaded: bool = True) -> dict[str, Any]:
+    """What clients are told of a chunk. It is not `loaded` as long as its KV is only in its file."""
     chunk = named.chunk
     return {
         "object": "chunk",
@@ -45,13 +53,14 @@ def described(name: str, named: Named) -> dict[str, Any]:
         "pages": len(chunk.pages),
         "exact": chunk.provenance.exact,
         "operations": list(chunk.provenance.operations),
+        "loaded": loaded,
     }
 
 
 def chunks(held: Held, *, space: str) -> tuple[Held, dict[str, Any]]:
     """The chunks of a namespace, and what it may have."""
     named, found = held.named, held.named.space(space)
-    listed = [described(name, found[name]) for name in sorted(found)]
+    listed = [_described(named, found[name], name) for name in sorted(found)]
     used = count_pages(held.state, named.chunks(space))
     most, pages, size = named.limits.most, named.most_pages(held.state), held.state.config.page_size
     limits = {"chunks": most, "files": most if named.limits.folder is not None else 0, "pages": pages, "page_size": size}
@@ -60,7 +69,11 @@ def chunks(held: Held, *, space: str) -> tuple[Held, dict[str, Any]]:
 
 def chunk(held: Held, *, space: str, name: str) -> tuple[Held, dict[str, Any]]:
     """One chunk."""
-    return held, described(name, held.named.get(space, name))
+    return held, _described(held.named, held.named.get(space, name), name)
+
+
+def _described(named: NamedChunks, found: Named, name: str) -> dict[str, Any]:
+    return described(name, found, loaded=found.chunk.liveness not in named.unread)
 
 
 def token_ids(held: Held, *, space: str, names: list[str]) -> tuple[Held, bytes]:
@@ -143,7 +156,7 @@ def save_unasked(held: Held, *, space: str, name: str, own: bool = True) -> tupl
         left = tuple(one for one in held.named.pinned if one is not pin)
         held = replace(held, state=release(held.state, pinned), named=replace(held.named, pinned=left))
         if isinstance(size, Exception):
-            return held, _told(size, f"the chunk {name!r} could not be saved")
+            return held, told(size, f"the chunk {name!r} could not be saved")
         now = held.named.space(space).get(name)
         if now is not None and now.chunk.liveness == found.chunk.liveness:  # not another chunk of this name, nor deleted
             saved_chunks.mark(path, name)
@@ -165,7 +178,7 @@ def load_saved(held: Held, *, space: str, name: str, replaced: bool, namespace: 
 
     def end(held: Held, found: Any) -> tuple[Held, Any]:
         if isinstance(found, Exception):
-            return held, _told(found, f"the file of the chunk {name!r} could not be read")
+            return held, told(found, f"the file of the chunk {name!r} could not be read")
         return _put_into_pages(held, found, space, name, replaced=replaced, namespace=namespace)
 
     return held, Later(work=lambda _: saved_chunks.read(path, name, held.model), end=end)
@@ -177,7 +190,7 @@ def delete_saved(held: Held, *, space: str, name: str) -> tuple[Held, Later]:
 
     def end(held: Held, found: Any) -> tuple[Held, Any]:
         if isinstance(found, Exception):
-            return held, _told(found, f"the file of the chunk {name!r} could not be deleted")
+            return held, told(found, f"the file of the chunk {name!r} could not be deleted")
         if not path.exists():  # not saved once more meanwhile
             saved_chunks.unmark(held.named.limits, space, name)
         return held, None
@@ -190,35 +203,9 @@ def list_saved(held: Held, *, space: str) -> tuple[Held, Later]:
     folder, kv_dtype = saved_chunks.path_of(held.named.limits, space, "").parent, held.state.kv.pools[0].dtype
 
     def end(held: Held, found: Any) -> tuple[Held, Any]:
-        return held, _told(found, "the chunk files could not be listed") if isinstance(found, Exception) else found
+        return held, told(found, "the chunk files could not be listed") if isinstance(found, Exception) else found
 
     return held, Later(work=lambda _: listed(folder, held.model, kv_dtype), end=end, short=True)
-
-
-def load_marked(held: Held) -> tuple[Held, list[str]]:
-    """Load the chunks that were in memory and have files, as far as they fit, when an engine is started again or chunks are kept.
-
-    Returns:
-        What is held next, and why chunks were not loaded.
-    """
-    problems, limits = [], held.named.limits
-    spaces = limits.spaces if limits.folder is not None else ()
-    todo = [(space, namespace, name) for space, namespace in spaces for name in saved_chunks.marked(limits, space)]
-    for at, (space, namespace, name) in enumerate(todo):
-        for next_space, _, after in todo[at + 1 : at + 1 + AHEAD]:
-            saved_chunks.read_ahead(saved_chunks.path_of(limits, next_space, after))
-        try:
-            held.named.require_room(held.state, space, name, replaced=False)
-            loaded = _from_file(held, space, name, namespace)
-            saved_chunks.label(saved_chunks.path_of(limits, space, name), name)  # a file may have come without one
-            # Nobody can have changed the file since, and the server's own one stays.
-            held, value = _loaded(held, loaded, space, name, replaced=False, has_file=True)
-        except EngineDeadError:
-            raise
-        except Exception as error:  # of one chunk, which the others and the engine can do without
-            value = _told(error, f"{name}: the file could not be loaded")
-        problems += [str(value)] if isinstance(value, NanoVLLMError) else []
-    return held, problems
 
 
 def save_kept(held: Held) -> list[str]:
@@ -228,12 +215,14 @@ def save_kept(held: Held) -> list[str]:
         for name, found in sorted(held.named.space(space).items(), key=lambda item: (item[1].created, item[0])):
             if saved_chunks.is_marked(path := saved_chunks.path_of(limits, space, name), name):
                 continue
+            if found.chunk.liveness in held.named.unread:  # its file, which somebody else has changed, was all that there was of it
+                continue
             try:
                 head = chunk_file.head_of(held.state, found.chunk)
                 saved_chunks.write(lambda copy: copy(held), path, name, found.chunk, head, held.model.device, limits.most)
                 saved_chunks.mark(path, name)
             except Exception as error:  # of one chunk; the others are saved all the same
-                problems.append(str(_told(error, f"{name}: the file could not be written")))
+                problems.append(str(told(error, f"{name}: the file could not be written")))
     return problems
 
 
@@ -255,17 +244,15 @@ def _from_file(held: Held, space: str, name: str, namespace: int) -> tuple[Engin
         return chunk_file.load(held.model, held.state, fd, Path(name), namespace)
 
 
-def _loaded(
-    held: Held, loaded: tuple[EngineState, Chunk], space: str, name: str, *, replaced: bool, has_file: bool = False
-) -> tuple[Held, Any]:
+def _loaded(held: Held, loaded: tuple[EngineState, Chunk], space: str, name: str, *, replaced: bool) -> tuple[Held, Any]:
     """Name a chunk that was loaded, and note that it is as its file."""
-    held, value = _named(held, loaded, space, name, replaced=replaced, has_file=has_file)
+    held, value = _named(held, loaded, space, name, replaced=replaced)
     if not isinstance(value, NanoVLLMError):
         saved_chunks.mark(saved_chunks.path_of(held.named.limits, space, name), name)
     return held, value
 
 
-def _told(error: Exception, problem: str) -> NanoVLLMError:
+def told(error: Exception, problem: str) -> NanoVLLMError:
     """What clients are told of an error in the thread of files."""
     return error if isinstance(error, NanoVLLMError) else ChunkFileError(f"{problem}: {type(error).__name__}")
 
@@ -305,16 +292,13 @@ def kept(
     return _named(replace(held, state=state), (state, made), keep.space, keep.name, replaced=keep.replaced, field=keep.field)
 
 
-def _named(
-    held: Held, made: tuple[Any, Chunk], space: str, name: str, *, replaced: bool, field: str = "replace", has_file: bool = False
-) -> tuple[Held, Any]:
+def _named(held: Held, made: tuple[Any, Chunk], space: str, name: str, *, replaced: bool, field: str = "replace") -> tuple[Held, Any]:
     """Give a new chunk its name, or release it and return the error."""
     state, named, error = settled(made[0], held.named, space, name, made[1], created=int(time.time()), replaced=replaced, field=field)
     held = replace(held, state=state, named=named)
     if error is not None:
         return held, error
-    if not has_file:
-        saved_chunks.unmark(named.limits, space, name)  # if the name has a file, it is that of an older chunk
+    saved_chunks.unmark(named.limits, space, name)  # if the name has a file, it is that of an older chunk
     return held, described(name, named.get(space, name))
 
 

@@ -65,7 +65,7 @@ def require_pages(
 def moved_away(state: EngineState, named: NamedChunks, contexts: Seq[Seq[Any]]) -> EngineState:
     """The state after chunks were moved to host memory because prompts could not run beside them. It raises nothing.
 
-    Those that a prompt begins with stay, and those that are being saved.
+    Those that a prompt begins with stay, and those that are being saved or were not read from their files yet.
 
     Args:
         state: The newest state.
@@ -78,13 +78,13 @@ def moved_away(state: EngineState, named: NamedChunks, contexts: Seq[Seq[Any]]) 
     wanted = max(pages_for(sum(map(len, parts)), size) - shared_pages(state, parts) for parts in contexts)
     begun = {part.liveness for parts in contexts for part in parts[:1] if isinstance(part, Chunk)}
     if wanted > state.pool.num_available:
-        state = moved_until(state, lambda after: total - count_pages(after, after.chunks.values()) >= wanted, begun | saved(named))
-    return with_room_for(state, contexts, saved(named))
+        state = moved_until(state, lambda after: total - count_pages(after, after.chunks.values()) >= wanted, begun | staying(named))
+    return with_room_for(state, contexts, staying(named))
 
 
-def saved(named: NamedChunks) -> set[int]:
-    """The `liveness` of chunks of which files are being made, which stay on the device."""
-    return {chunk.liveness for _, chunk in named.pinned}
+def staying(named: NamedChunks) -> set[int]:
+    """The `liveness` of chunks that stay on the device: files are being made of them, or their KV was not read from files yet."""
+    return {chunk.liveness for _, chunk in named.pinned}.union(named.unread.keys())
 
 
 def shared_pages(state: EngineState, parts: Seq[Any]) -> int:

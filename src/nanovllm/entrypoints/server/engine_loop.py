@@ -25,14 +25,16 @@ from nanovllm.engine.failures import as_value
 from nanovllm.engine.requests import cancel, capacity, submit_many
 from nanovllm.engine.step import step
 from nanovllm.entrypoints.server import engine_calls, saved_chunks
-from nanovllm.entrypoints.server.chunk_calls import kept, load_marked, save_kept, save_unasked
-from nanovllm.entrypoints.server.chunk_pages import explained, moved_away, require_pages, saved
+from nanovllm.entrypoints.server.chunk_calls import kept, save_kept, save_unasked, unread_by
+from nanovllm.entrypoints.server.chunk_pages import explained, moved_away, require_pages, staying
+from nanovllm.entrypoints.server.chunk_reads import ChunkReads
 from nanovllm.entrypoints.server.engine_metrics import EngineMetrics, Timeline
 from nanovllm.entrypoints.server.held import Held
 from nanovllm.entrypoints.server.named_chunks import ChunkLimits, NamedChunks, prefix, without_compositions
 from nanovllm.entrypoints.server.news import News, Owner
 from nanovllm.entrypoints.server.peer import MOST_UNSENT, STALL_SECONDS, Peer
 from nanovllm.entrypoints.server.side_thread import Later, SideThread
+from nanovllm.entrypoints.server.unread_chunks import hold_marked
 from nanovllm.entrypoints.server.wire import (
     Accepted,
     Answer,
@@ -117,28 +119,33 @@ class EngineLoop:
         self._files = SideThread("engine-files", MOST_FILES, "{most} chunks are being saved or loaded: try again later")
         self._grammars = SideThread("engine-grammars", MOST_COMPILED, "{most} requests wait for their grammars: try again later")
         self._folders = SideThread("engine-folders", MOST_LOOKS, "{most} calls wait that list or delete chunk files: try again later")
-        for beside in (self._files, self._grammars, self._folders):
+        self._reads = ChunkReads()
+        for beside in (self._files, self._grammars, self._folders, self._reads.thread):
             self._selector.register(beside.woken, selectors.EVENT_READ, beside.woken)
         self._ended = False
         self._mirror = runtime_of(state).mirror
         self._rest = None if self._mirror is None else LOOK_SECONDS  # for which it may sleep while there is nothing to do
         self._on_disk = runtime_of(state).disk is not None  # whether KV and named chunks are written when there is nothing to do
         self._unwritten, self._asked_to_save = self._on_disk, set[tuple[str, str, int]]()
+        self._used: dict[
+            tuple[str, str], None
+        ] = {}  # names of chunks that requests began with, the last used last; not noted in the folder
 
     def load_chunks(self, *, again: bool) -> None:
-        """Make the chunk folder ready, and, if the engine is started `again` or chunks are kept, load the chunks that the one before it had
-        in memory and in files. Those that cannot be loaded are named on stderr.
+        """Make the chunk folder ready, and, if the engine is started `again` or chunks are kept, take pages for the chunks that the one
+        before it had in memory and in files. `run` reads their KV. Those that cannot be loaded are named on stderr.
         """
         saved_chunks.tidy(self.named.limits, again=again)
         if not again and not self.named.limits.kept:
             return
-        held, problems = load_marked(self._held())
+        held, problems = hold_marked(self._held())
         self._hold(held)
         for problem in problems:
             print(f"nanovllm: a chunk was not loaded again: {problem}", file=sys.stderr, flush=True)
 
     def save_chunks(self) -> None:
         """After `run`: save the chunks that have no files, if chunks are kept. Those that cannot be saved are named on stderr."""
+        self._note_used()
         for problem in save_kept(self._held()):
             print(f"nanovllm: a chunk was not saved: {problem}", file=sys.stderr, flush=True)
 
@@ -151,7 +158,9 @@ class EngineLoop:
         try:
             while not self._ended:
                 idle = not (self.state.running or self.state.waiting)
-                rests = idle and not (self._files.waits or self._folders.waits or self._grammars.waits)
+                if self.named.unread or self._reads.awaited:
+                    self._reads.go_on(self._held(), idle=idle or self._short_of_pages())
+                rests = idle and not any(one.waits for one in (self._files, self._folders, self._grammars, self._reads.thread))
                 if not self._look((IDLE_SECONDS if self._unwritten else self._rest) if rests else 0.0) and rests and self._unwritten:
                     self._unwritten = not self._write_some()
                 if self._mirror is not None:
@@ -163,6 +172,7 @@ class EngineLoop:
                     self._together, self._num_first = self._num_first + self._num_later, 0
                 self._turn(self._folders)
                 self._turn(self._files)
+                self._turn(self._reads.thread)
                 self._flush()
                 if self.state.running or self.state.waiting:
                     self._step()
@@ -175,10 +185,11 @@ class EngineLoop:
 
     def _write_some(self) -> bool:
         """Write some of the KV and the named chunks that a crash would lose. Returns whether all is written, or being written."""
+        self._note_used()
         named = [(space, name, one.chunk.liveness) for space, found in self.named.spaces.items() for name, one in found.items()]
         self._asked_to_save.intersection_update(named)
         for space, name, liveness in named:
-            if (space, name, liveness) in self._asked_to_save:
+            if (space, name, liveness) in self._asked_to_save or liveness in self.named.unread:
                 continue
             self._asked_to_save.add((space, name, liveness))
             if not self.named.limits.kept or saved_chunks.is_marked(saved_chunks.path_of(self.named.limits, space, name), name):
@@ -194,6 +205,17 @@ class EngineLoop:
             self._files.begin(later, _tell_of_failure)
             return False
         return flush_kv(self.state, max_bytes=FLUSHED)
+
+    def _note_used(self) -> None:
+        """Note in the folder which chunks requests have begun with, for the order in which the next engine reads them."""
+        for space, name in self._used:
+            saved_chunks.used(self.named.limits, space, name)
+        self._used.clear()
+
+    def _short_of_pages(self) -> bool:
+        """Whether requests may soon need pages of chunks, which can only be moved to host memory once they have their KV."""
+        pool = self.state.pool
+        return pool.host is not None and pool.spare(only_free=False) < 0
 
     def _turn(self, beside: SideThread) -> None:
         """Do one thing that a thread beside this one waits for, if it does."""
@@ -237,6 +259,7 @@ class EngineLoop:
         self._files.close()
         self._folders.close()
         self._grammars.close()
+        self._reads.thread.close()
         for key in [*self._selector.get_map().values()]:
             key.fileobj.close()  # pyright: ignore[reportAttributeAccessIssue]
         self._selector.close()
@@ -311,7 +334,12 @@ class EngineLoop:
     def _handle(self, peer: Peer, message: Inward) -> None:
         match message:
             case Submit():
+                names = [part for parts in message.prompts for part in parts if isinstance(part, str)]
                 try:
+                    if (number := self.named.first_unread(message.space, names)) is not None:
+                        self._reads.wait(number, partial(self._go_on, peer, message))
+                        peer.coming.update(message.ids)
+                        return
                     new = self._new_grammars(message)
                     self._compile(peer, message, new) if new else self._submit(peer, message)
                 except NanoVLLMError as error:
@@ -321,6 +349,9 @@ class EngineLoop:
             case Ask():
                 tell = partial(self._answer, peer, message.id)
                 try:
+                    if (number := unread_by(self.named, message.name, message.arguments)) is not None:
+                        self._reads.wait(number, partial(self._go_on, peer, message))
+                        return
                     held, value = engine_calls.call(self._held(), message.name, message.arguments)
                 except NanoVLLMError as error:
                     tell(error)
@@ -330,6 +361,17 @@ class EngineLoop:
                     (self._folders if value.short else self._files).begin(value, tell)
                 else:
                     tell(value)
+
+    def _go_on(self, peer: Peer, message: Submit | Ask, error: NanoVLLMError | None) -> None:
+        """Handle a message whose chunk was read from its file, or could not be. Nothing keeps a file from being deleted."""
+        if isinstance(message, Submit):
+            if not peer.coming.issuperset(message.ids):  # cancelled meanwhile, or the front end has gone
+                return
+            peer.coming.difference_update(message.ids)
+        if error is None or (isinstance(message, Ask) and message.name == "delete_saved"):
+            self._handle(peer, message)
+        else:
+            self._refuse(peer, message.ids if isinstance(message, Submit) else [message.id], error)
 
     def _held(self) -> Held:
         return Held(model=self.model, state=self.state, named=self.named, metrics=self.metrics)
@@ -397,6 +439,9 @@ class EngineLoop:
         finally:
             for chunk in passing:  # the requests hold its pages
                 self.state = release(self.state, chunk)
+        for name in dict.fromkeys(name for each in names for name in each):
+            self._used.pop((message.space, name), None)
+            self._used[message.space, name] = None
         now = time.perf_counter()
         for request_id, number, length, total in zip(ids, message.ids, lengths, totals, strict=True):
             own = Owner(peer, number, message.streamed, length, keep, Timeline(now, total), message.namespace)
@@ -470,7 +515,7 @@ class EngineLoop:
         self._unwritten = self._on_disk
         if self.named.composed and not self.state.pool.num_available:
             self.state, self.named = without_compositions(self.state, self.named)
-        self.state = relieved(self.state, saved(self.named))
+        self.state = relieved(self.state, staying(self.named))
         waiting, metrics, begin = self.state.waiting, self.metrics, time.perf_counter()
         self.state, outputs = step(self.model, self.state)
         now, firsts, tokens = time.perf_counter(), 0, len(outputs)

@@ -54,6 +54,25 @@ class Named:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Unread:
+    """A named chunk that has its pages, but whose KV is still in its file.
+
+    Attributes:
+        space: The namespace of its name.
+        name: Its name.
+        chunk: The chunk.
+        namespace: Within whose requests its KV may be shared.
+        num_filled: Its leading pages that are filled, because they are those of another chunk too.
+    """
+
+    space: str
+    name: str
+    chunk: Chunk
+    namespace: int
+    num_filled: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Composed:
     """A composition, and its members by `liveness`."""
 
@@ -71,12 +90,15 @@ class NamedChunks:
         spaces: The chunks by namespace and name.
         composed: The compositions, the last used last.
         pinned: Chunks without names whose pages files are being made of, each with its namespace, which they count in.
+        unread: The chunks whose KV was not read from their files yet, by `liveness`, which ascends from the one that was not used for the
+            longest time. They count like the others, and nobody may read their pages.
     """
 
     limits: ChunkLimits = field(default_factory=ChunkLimits)
     spaces: Map[str, Map[str, Named]] = field(default_factory=Map)
     composed: tuple[Composed, ...] = ()
     pinned: tuple[tuple[str, Chunk], ...] = ()
+    unread: Map[int, Unread] = field(default_factory=Map)
 
     def space(self, space: str) -> Map[str, Named]:
         """The chunks of a namespace by name."""
@@ -92,6 +114,11 @@ class NamedChunks:
         if found is None:
             raise UnknownChunkError(f"there is no chunk {name!r}")
         return found
+
+    def first_unread(self, space: str, names: Iterable[str]) -> int | None:
+        """The `liveness` of the first chunk of some names whose KV must be read from its file first; None if there is none."""
+        found = [self.space(space).get(name) for name in names] if self.unread else []
+        return next((named.chunk.liveness for named in found if named is not None and named.chunk.liveness in self.unread), None)
 
     def chunks(self, space: str, *but: str) -> list[Chunk]:
         """All chunks that hold pages of a namespace's share, but for those of some names."""
@@ -226,7 +253,8 @@ def _let_go(state: EngineState, named: NamedChunks, chunk: Chunk) -> tuple[Engin
     stale = [entry for entry in named.composed if chunk.liveness in entry.members]
     for one in (chunk, *(entry.chunk for entry in stale)):
         state = release(state, one)
-    return state, replace(named, composed=tuple(entry for entry in named.composed if entry not in stale))
+    unread = named.unread.delete(chunk.liveness) if chunk.liveness in named.unread else named.unread
+    return state, replace(named, composed=tuple(entry for entry in named.composed if entry not in stale), unread=unread)
 
 
 def _within(state: EngineState, named: NamedChunks, space: str) -> tuple[EngineState, NamedChunks]:

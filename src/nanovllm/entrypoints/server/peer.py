@@ -18,7 +18,7 @@ class Peer:
     """One front end: its socket, what was read of an incomplete frame, what is not yet sent, and its requests by number.
 
     Attributes:
-        coming: The numbers of requests whose grammars are being compiled.
+        coming: The numbers of requests whose grammars are being compiled, or whose chunks are being read.
         frames: Frames of which nothing is sent.
         rest: What is left of frames that are being sent.
         unsent: The number of bytes of both.

@@ -1,8 +1,8 @@
 """The files of named chunks: where they are, and how they are written and read in a thread beside the engine's steps.
 
 A file's name is made of digests, so that clients choose no part of it. A label in the same folder has the chunk's name, for lists. A mark
-has it too, and says that the chunk of this file is in memory. An engine that is started again by the same server loads the chunks that have
-marks. So does the next server's engine, if the operator wants chunks to be kept: then an orderly end saves those that have no mark.
+has it too, and says that the chunk of this file is in memory. An engine that is started again by the same server has the chunks that have
+marks. So has the next server's engine, if the operator wants chunks to be kept: then an orderly end saves those that have no mark.
 
 A server with nothing else to do may save chunks that no client has asked it to save. A claim beside such a file says so: the file is
 deleted when the chunk is deleted, or when its name is that of another chunk.
@@ -12,17 +12,17 @@ import hashlib
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from nanovllm.chunks.storage import blocks
+from nanovllm.chunks.storage import blocks, reserved
 from nanovllm.chunks.storage import file as chunk_file
 from nanovllm.chunks.storage.format import Head
 from nanovllm.entrypoints.server.held import Held
-from nanovllm.entrypoints.server.named_chunks import ChunkLimits
+from nanovllm.entrypoints.server.named_chunks import ChunkLimits, Unread
 from nanovllm.entrypoints.server.side_thread import Between
 from nanovllm.errors import ChunkFileError, ChunkLimitError, InvalidRequestError, UnknownChunkError
 from nanovllm.files import delete_abandoned, put, temporary, write_whole
@@ -117,15 +117,22 @@ def discard(path: Path) -> None:
             path.with_suffix(suffix).unlink(missing_ok=True)
 
 
-def marked(limits: ChunkLimits, space: str) -> Iterator[str]:
-    """The names of a namespace whose chunks were in memory and have files, in the order in which they were saved or loaded."""
-    times = dict[str, float]()
+def marked(limits: ChunkLimits, space: str) -> dict[str, int]:
+    """The names of a namespace whose chunks were in memory and have files, and when these were saved, loaded or `used`, in nanoseconds."""
+    times = dict[str, int]()
     for path in path_of(limits, space, "").parent.glob(f"*{MARK}"):
         with suppress(OSError, UnicodeDecodeError):
-            name, time = path.read_text(), path.stat().st_mtime
+            name, time = path.read_text(), path.stat().st_mtime_ns
             if path_of(limits, space, name).with_suffix(MARK) == path:
                 times[name] = time
-    yield from sorted(times, key=times.__getitem__)
+    return times
+
+
+def used(limits: ChunkLimits, space: str, name: str) -> None:
+    """Note that a chunk was used. After a restart the files of chunks that were used last are read first."""
+    if limits.folder is not None:
+        with suppress(OSError):  # it has no mark
+            os.utime(path_of(limits, space, name).with_suffix(MARK))
 
 
 def tidy(limits: ChunkLimits, *, again: bool) -> None:
@@ -211,11 +218,43 @@ def opened(path: Path, owner: str) -> Iterator[int]:
         os.close(fd)
 
 
-def read_ahead(path: Path) -> None:
-    """Let the system read a chunk's file into its memory meanwhile. A file that cannot be opened is refused where it is loaded."""
+def read_ahead(fd: int) -> None:
+    """Let the system read the rest of an open file into its memory meanwhile."""
     if sys.platform == "linux":
-        with suppress(UnknownChunkError, ChunkFileError, OSError), opened(path, "a chunk") as fd:
+        with suppress(OSError):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
+
+
+def read_into_pages(between: Between, path: Path, unread: Unread, model: Model) -> None:
+    """Read the KV of a chunk's file into the chunk's pages, a window of it between two steps.
+
+    The digest is checked at the end; until then the pages are not trusted by anybody.
+
+    Raises:
+        UnknownChunkError: There is no file, or the chunk was deleted or replaced meanwhile.
+        ChunkMismatchError: The file is of another model.
+        ChunkFileError: The file cannot be read, or was changed.
+    """
+    name, chunk = Path(unread.name), unread.chunk
+
+    def put(first: int, rows: Tensor, held: Held) -> torch.cuda.Event | None:
+        if (now := held.named.unread.get(chunk.liveness)) is None:
+            raise UnknownChunkError(f"there is no chunk {unread.name!r} any more")
+        reserved.put_rows(model, held.state, head, now.chunk, first, rows, now.num_filled)
+        if model.device.type != "cuda":
+            return None
+        copied = torch.cuda.Event()
+        copied.record(torch.cuda.current_stream(model.device))
+        return copied
+
+    with opened(path, f"the chunk {unread.name!r}") as fd:
+        read_ahead(fd)
+        head = reserved.same_head(model, fd, name, chunk)
+        with closing(blocks.read_kv(fd, head, name, model.device)) as windows:
+            for first, rows in windows:
+                copied = between(partial(put, first, rows))
+                if copied is not None:  # the window is filled with other rows then
+                    copied.synchronize()
 
 
 def delete(path: Path, name: str) -> None:

@@ -59,6 +59,7 @@ CHUNK = {
     "pages": INTEGER,
     "exact": BOOLEAN,
     "operations": array(STRING),
+    "loaded": BOOLEAN,
 }
 CUT_SHORT = obj({"choices": array(INTEGER), "message": STRING})  # replies that ended because chunks held all pages
 REUSED: Schema = {  # what a reply reused of chunks, and which it kept
