@@ -22,7 +22,8 @@ from the disk. The ways are the device alone, with host memory, and with `--kv-d
 
 Before the visits each history runs once. With files, the engine then waits where the disk is late, for `--settle` seconds at most
 in all: histories come over hours elsewhere. Nothing is flushed, because this would replace the files of what host memory has no room for
-by copies of what it has. `disk` has the bytes that were written before the visits and during them, and the rate before.
+by copies of what it has. `disk` has the bytes that were written before the visits and during them, and the rate before. The system may have
+files in memory that it reads for the visits; `measured_read_bytes_per_second` is the rate of files that it has not.
 
 `--which` leaves one of the two out. The file of `--output` is written after each measurement, and at least every ten seconds with what
 is being done, so that a run that was ended tells where it was.

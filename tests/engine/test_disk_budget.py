@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nanovllm.engine import disk_flush
 from nanovllm.engine.disk_flush import flush_kv
 from nanovllm.engine.init_state import init_state
 from nanovllm.engine.requests import submit
@@ -72,16 +73,16 @@ def test_a_flush_writes_what_was_used_last_and_no_more_than_the_folder_keeps(tmp
     assert later.stats.read_tokens == 4 * min(5, num_files), "the last prompt is there"
 
 
-def test_what_a_flush_writes_first_is_deleted_last(tmp_path: Path):
-    state = engine(tmp_path, 8, 64)
-    served_state = served(state, range(3))
-    flush_kv(served_state)
-    folder = runtime_of(served_state).disk.folder
-    names = sorted(tmp_path.rglob("*.kv"), key=lambda path: path.stat().st_mtime_ns)
-    for number in range(2):
+def test_what_a_flush_writes_first_is_deleted_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(disk_flush, "FLUSHED", 2 * PAGE)
+    monkeypatch.setattr(disk_flush, "LOOKED_AT", 2)
+    state = served(engine(tmp_path, 16, 64), range(3))  # 8 pages are on the device, 10 in host memory
+    flush_kv(state)
+    folder = runtime_of(state).disk.folder
+    for number in range(4):
         folder.write(bytes([number]) * 32, memoryview(bytes(PAGE)))
-    assert [path.exists() for path in names] == [False] * 2 + [True] * 6
-    assert served(engine(tmp_path, 8, 64), [2]).stats.read_tokens == 20
+    assert len(folder) == 16
+    assert served(engine(tmp_path, 16, 64), [2, 1]).stats.read_tokens == 40, "the files of the first prompt were deleted"
 
 
 def test_pages_wait_longer_for_a_folder_that_is_smaller_than_host_memory(tmp_path: Path):

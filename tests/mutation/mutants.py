@@ -312,6 +312,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("what was used first is written", "state.pool, pages=pages,", "state.pool, pages=pages[::-1],"),
         ("a flush writes what waits", "disk.give_up()", "pass"),
         ("later pages count as used later", "todo.used -= len(part)", "todo.used += len(part)"),
+        ("later host pages count as used later", "todo.used -= len(pairs)", "todo.used += len(pairs)"),
     ),
     *bugs(
         "executor/unwritten.py",
