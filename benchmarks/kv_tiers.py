@@ -20,14 +20,22 @@ and the next ones when all have their replies. The pages of the device hold a qu
 first token, the visits per second, and the prompt tokens that ran, that were reused, that were loaded from host memory and that were read
 from the disk. The ways are the device alone, with host memory, and with `--kv-dir` also with files; `--ways` chooses.
 
-`--which` leaves one of the two out. The file of `--output` is written after each measurement.
+Before the visits each history runs once. With files, the engine then waits where the disk is late, for `--settle` seconds at most
+in all: histories come over hours elsewhere. Nothing is flushed, because this would replace the files of what host memory has no room for
+by copies of what it has. `disk` has the bytes that were written before the visits and during them, and the rate before. The system may have
+files in memory that it reads for the visits; `measured_read_bytes_per_second` is the rate of files that it has not.
+
+`--which` leaves one of the two out. The file of `--output` is written after each measurement, and at least every ten seconds with what
+is being done, so that a run that was ended tells where it was.
 """
 
 import argparse
 import json
 import os
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -42,11 +50,14 @@ from nanovllm.entrypoints.cli.bench.command import add_model_arguments, find_mod
 from nanovllm.entrypoints.cli.bench.environment import record
 from nanovllm.entrypoints.cli.bench.workloads import random_tokens
 from nanovllm.entrypoints.process import freeze
+from nanovllm.executor.disk_counts import DiskCounts
+from nanovllm.executor.executor import runtime_of
 from nanovllm.state.kv_cache import pages_for
 
 PAGE = 16
 WAYS = ("device_only", "host_memory", "disk")
 WHICH = ("first_tokens", "users")
+NOTED = 10.0  # seconds between two notes of what is being done
 SIZES = ("prompt", "repeats", "users", "history", "turn", "reply", "visits", "at_once")
 
 
@@ -129,6 +140,7 @@ def from_disk(model: nv.Model, options: argparse.Namespace) -> dict[str, Any]:
         del state
         for path in options.kv_dir.rglob("*.kv"):
             with path.open("rb") as file:
+                os.fsync(file.fileno())  # what is not on the disk stays in memory
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         state = engine(model, length * 3 // 2, length + PAGE, options, options.host_kv_gib, options.kv_dir)
         state, back, again = served(model, state, prompt)
@@ -141,19 +153,54 @@ def from_disk(model: nv.Model, options: argparse.Namespace) -> dict[str, Any]:
     return {"disk": round(float(np.median(times)), 2), **told}
 
 
-def users(model: nv.Model, options: argparse.Namespace, host_kv_gib: float, kv_dir: Path | None = None) -> dict[str, Any]:
-    """The visits of users who come back at random."""
-    random, vocab = Random(1), model.config.vocab_size
+class Progress:
+    """Tells what is being done, when a phase begins and every few seconds after that."""
+
+    def __init__(self, note: Callable[[dict[str, Any]], None]) -> None:
+        self._note, self._phase, self._start, self._last = note, "", time.perf_counter(), 0.0
+
+    def tell(self, phase: str, done: int, of: int) -> None:
+        """Note that `done` parts of a phase are done."""
+        now = time.perf_counter()
+        if phase != self._phase or now - self._last >= NOTED:
+            self._phase, self._last = phase, now
+            self._note({"phase": phase, "done": done, "of": of, "seconds": round(now - self._start, 1)})
+
+
+def settled(state: nv.EngineState, seconds: float) -> float:
+    """Wait for a disk that is late with its writes, for so many seconds at most. Returns the seconds that are left."""
+    disk, start = runtime_of(state).disk, time.perf_counter()
+    while disk is not None and disk.num_late and time.perf_counter() - start < seconds:
+        time.sleep(0.005)
+    return max(0.0, seconds - (time.perf_counter() - start))
+
+
+def on_disk(state: nv.EngineState) -> DiskCounts:
+    """What was read from the disk and written to it."""
+    disk = nv.memory(state).disk
+    return DiskCounts() if disk is None else disk.counts
+
+
+def users(
+    model: nv.Model, options: argparse.Namespace, host_kv_gib: float, kv_dir: Path | None, note: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """The visits of users who come back at random. `note` is given what is being done."""
+    random, vocab, progress = Random(1), model.config.vocab_size, Progress(note)
     most = model.config.max_position_embeddings if model.device.type == "cpu" else 1 << 30
     longest = min(most, options.history + options.visits * (options.turn + options.reply))
     histories = [random_tokens(random, options.history, vocab) for _ in range(options.users)]
     room = max(options.users * options.history // 4, options.at_once * longest) + PAGE
+    progress.tell("start", 0, 1)
     state, times = engine(model, room, longest, options, host_kv_gib, kv_dir), list[float]()
-    for tokens in histories:
+    begun, patience = time.perf_counter(), options.settle
+    for place, tokens in enumerate(histories):
+        progress.tell("histories", place, options.users)
         state, _, _ = served(model, state, tokens)
-    nv.flush_kv(state)
+        patience = settled(state, patience)
+    filled = on_disk(state)
     before, start = state.stats, time.perf_counter()
     for first in range(0, options.visits, options.at_once):
+        progress.tell("visits", first, options.visits)
         coming = random.sample(range(options.users), min(options.at_once, options.visits - first))
         prompts = [histories[who] + random_tokens(random, options.turn, vocab) for who in coming]
         prompts = [tokens if len(tokens) + options.reply <= longest else tokens[: options.history] for tokens in prompts]
@@ -164,11 +211,28 @@ def users(model: nv.Model, options: argparse.Namespace, host_kv_gib: float, kv_d
     took, after = time.perf_counter() - start, state.stats
     kinds = ("prefill_tokens", "reused_tokens", "loaded_tokens", "read_tokens")
     spread = {f"p{part}": round(float(np.percentile(times, part)), 2) for part in (50, 90, 99)}
-    return {
+    found = {
         "first_token_ms": {"mean": round(float(np.mean(times)), 2), **spread},
         "seconds": round(took, 3),
         "visits_per_second": round(options.visits / took, 2),
         **{name: getattr(after, name) - getattr(before, name) for name in kinds},
+        "seconds_before": round(start - begun, 1),
+    }
+    host = state.pool.host
+    if host is None or host.disk is None:
+        return found
+    counts = on_disk(state)
+    return found | {
+        "disk": {
+            "waited_before": round(options.settle - patience, 1),
+            "bytes_written_before": filled.bytes_written,
+            "write_bytes_per_second_before": round(filled.bytes_written / (start - begun)),
+            "bytes_written": counts.bytes_written - filled.bytes_written,
+            "bytes_read": counts.bytes_read - filled.bytes_read,
+            "measured_read_bytes_per_second": round(host.disk.bytes_per_second),
+            "pages_dropped": counts.pages_dropped,
+            "errors": counts.errors,
+        }
     }
 
 
@@ -188,6 +252,8 @@ def main(arguments: list[str] | None = None) -> None:
     folder = "an empty folder on the disk to measure (default: a temporary one if --ways names the disk, else none is measured)"
     parser.add_argument("--kv-dir", type=Path, metavar="DIR", help=folder)
     parser.add_argument("--kv-dir-gib", type=float, default=64.0, help="size limit of the files in it in GiB (default: %(default)s)")
+    waits = "seconds that the histories wait for a disk that is late, at most in all (default: %(default)s)"
+    parser.add_argument("--settle", type=float, default=30.0, help=waits)
     parser.add_argument("--ways", metavar="WAY,...", help=f"of {', '.join(WAYS)} (default: all, the disk only with --kv-dir)")
     parser.add_argument("--which", default=",".join(WHICH), metavar="NAME,...", help="what to measure (default: %(default)s)")
     parser.add_argument("--kv-dtype", choices=["fp8"], help="the dtype of keys and values (default: the model's)")
@@ -207,17 +273,18 @@ def main(arguments: list[str] | None = None) -> None:
     settings = " ".join(f"--{each.replace('_', '-')} {getattr(options, each)}" for each in SIZES)
     kv = f" --kv-dtype {options.kv_dtype}" if options.kv_dtype else ""
     kv += f" --kv-dir {options.kv_dir.name}" if options.kv_dir else ""
-    kv += f" --kv-dir-gib {options.kv_dir_gib}" if "disk" in ways else ""
+    kv += f" --kv-dir-gib {options.kv_dir_gib} --settle {options.settle}" if "disk" in ways else ""
     command = f"python benchmarks/kv_tiers.py --model {name} {settings} --host-kv-gib {options.host_kv_gib}{kv}"
     command += f" --ways {options.ways}" if options.ways else ""
     command += f" --which {options.which}" if set(which) != set(WHICH) else ""
     results = dict[str, Any]()
 
-    def note(name: str, found: dict[str, Any]) -> None:
+    def note(name: str, found: dict[str, Any], *, ended: bool = True) -> None:
         """Print and write what there is so far: a run may be ended."""
         print(name, json.dumps(found), flush=True)
         if options.output:
-            result = record(model, {"kv_tiers": results}, command, options.commit)
+            told = results if ended else results | {"unfinished": {name: found}}
+            result = record(model, {"kv_tiers": told}, command, options.commit)
             options.output.write_text(json.dumps(result, indent=2) + "\n")
 
     with ExitStack() as stack:
@@ -229,7 +296,9 @@ def main(arguments: list[str] | None = None) -> None:
             note("first_token_ms", results["first_token_ms"])
         for way in ways if "users" in which else ():
             gib, folder = 0.0 if way == "device_only" else options.host_kv_gib, options.kv_dir if way == "disk" else None
-            results.setdefault("users", {})[way] = users(model, options, gib, folder)
+            unfinished = partial(note, way, ended=False)
+            found = users(model, options, gib, folder, unfinished)
+            results.setdefault("users", {})[way] = found
             note(way, results["users"][way])
 
 

@@ -28,11 +28,21 @@ def test_the_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     needed = [way["prefill_tokens"] + way["reused_tokens"] for way in users.values()]
     assert needed[0] == needed[1] == needed[2] and all(way["visits_per_second"] > 0 for way in users.values())
     assert users["host_memory"]["reused_tokens"] >= users["device_only"]["reused_tokens"]
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["first_token_ms", "device_only", "host_memory", "disk"]
+    disk, lines = users["disk"]["disk"], [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    assert disk["measured_read_bytes_per_second"] > 0 and not disk["errors"]
+    ended = [name for name, found in lines if "phase" not in json.loads(found)]
+    assert ended == ["first_token_ms", "device_only", "host_memory", "disk"]
+    phases = [json.loads(found).get("phase") for name, found in lines if name == "disk"]
+    assert list(dict.fromkeys(phases)) == ["start", "histories", "visits", None]
     kv_tiers.main([*options, "--which", "users", "--ways", "device_only"])
     told = json.loads(output.read_text())
     assert list(told["kv_tiers"]) == ["users"] and list(told["kv_tiers"]["users"]) == ["device_only"]
     assert told["command"].endswith("--ways device_only --which users")
+    noted = list[dict]()
+    progress = kv_tiers.Progress(noted.append)
+    progress.tell("visits", 3, 8)
+    progress.tell("visits", 4, 8)
+    assert [found["done"] for found in noted] == [3], "a phase is noted when it begins, and then every few seconds"
     with pytest.raises(SystemExit):
         kv_tiers.main([*options, "--which", "nothing"])
     assert "cannot measure nothing; choose from first_tokens, users" in capsys.readouterr().err

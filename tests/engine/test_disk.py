@@ -237,14 +237,11 @@ def test_damaged_and_missing_files_are_run_instead(tmp_path: Path):
 
 def test_a_full_disk_is_counted_and_left_alone_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     state = engine(tmp_path)
-    plain = os.pwrite
 
-    def full(fd: int, data, offset: int) -> int:
-        if len(data) > 100:
-            raise OSError(28, "No space left on device")
-        return plain(fd, data, offset)
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(os, "pwritev", full)
     state, output = reply(state, prompt(0))
     assert output.error is None and flush_kv(state)
     disk = runtime_of(state).disk
@@ -265,7 +262,7 @@ def test_what_a_full_disk_did_not_take_is_written_by_a_later_flush_of_the_same_s
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", full)
+        patch.setattr(os, "pwritev", full)
         assert flush_kv(state)
     disk = runtime_of(state).disk
     assert len(disk.folder) == 0

@@ -20,7 +20,7 @@ from nanovllm.executor.page_folder import LOCK, PageFolder, key_in
 from nanovllm.state.prefix_keys import frame_key
 
 PAGE = 48
-CALLS = ("open", "pwrite", "preadv", "fsync", "replace", "unlink", "utime", "mkdir", "pread", "write")
+CALLS = ("open", "pwrite", "pwritev", "preadv", "fsync", "replace", "unlink", "utime", "mkdir", "pread", "write")
 
 
 def key_of(number: int) -> bytes:
@@ -121,8 +121,42 @@ def test_a_bit_that_flips_anywhere_is_found(tmp_path: Path, at: int):
 def test_zeros_in_place_of_blocks_that_were_not_flushed_are_found(tmp_path: Path):
     put(opened(tmp_path), 1)
     (path,) = stored(tmp_path)
-    path.write_bytes(path.read_bytes()[:HEADER_BYTES] + bytes(PAGE))
-    assert get(opened(tmp_path), 1) is None
+    for header in (path.read_bytes()[:HEADER_BYTES], bytes(HEADER_BYTES)):
+        path.write_bytes(header + bytes(PAGE))
+        assert get(opened(tmp_path), 1) is None and not path.exists()
+
+
+def test_a_file_that_is_too_long_is_found(tmp_path: Path):
+    put(opened(tmp_path), 1)
+    (path,) = stored(tmp_path)
+    path.write_bytes(path.read_bytes() + b"x")
+    assert get(opened(tmp_path), 1) is None and not path.exists()
+
+
+def test_short_reads_are_no_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder, preadv = opened(tmp_path), os.preadv
+    put(folder, 1)
+    monkeypatch.setattr(os, "preadv", lambda fd, parts, offset: preadv(fd, [parts[0][:7]], offset))
+    assert get(folder, 1) == image_of(1)
+
+
+def test_writing_a_page_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = opened(tmp_path)
+    monkeypatch.setattr(os, "fsync", lambda fd: pytest.fail("a page was flushed"))
+    assert put(folder, 1) and get(folder, 1) == image_of(1)
+
+
+@pytest.mark.parametrize("max_pages", [1, 2, 16, 17, 50])
+@pytest.mark.parametrize("others", [0, 1, 50])
+def test_files_that_fit_do_not_replace_each_other(tmp_path: Path, max_pages: int, others: int):
+    folder = opened(tmp_path, max_pages)
+    for number in range(min(others, max_pages)):
+        put(folder, 1000 + number, used=number)
+    count = folder.lasting_bytes // size_of(PAGE)
+    assert max_pages - max_pages // 16 <= count <= max_pages
+    for number in range(count):
+        assert put(folder, number, used=10**9 - number)
+    assert all(get(folder, number) == image_of(number) for number in range(count))
 
 
 def test_a_file_under_the_name_of_another_page_is_found(tmp_path: Path):
@@ -187,14 +221,14 @@ def test_a_damaged_size_is_counted_anew(tmp_path: Path, damage: bytes):
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    folder, pwrite = opened(tmp_path), os.pwrite
+    folder, pwritev = opened(tmp_path), os.pwritev
 
-    def full(fd: int, data: memoryview, offset: int) -> int:
-        if offset:
+    def full(fd: int, parts: list[memoryview], offset: int) -> int:
+        if offset >= HEADER_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return pwrite(fd, data[: len(data) // 2 or 1], offset)  # short writes are no errors
+        return pwritev(fd, [parts[0][:7]], offset)  # short writes are no errors
 
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(os, "pwritev", full)
     with pytest.raises(OSError, match="No space"):
         put(folder, 1)
     monkeypatch.undo()

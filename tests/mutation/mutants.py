@@ -308,6 +308,38 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *bugs(
         "engine/disk_flush.py",
+        ("tests/engine/test_disk_budget.py",),
+        ("what was used first is written", "state.pool, pages=pages,", "state.pool, pages=pages[::-1],"),
+        ("a flush writes what waits", "disk.give_up()", "pass"),
+        ("later pages count as used later", "todo.used -= len(part)", "todo.used += len(part)"),
+        ("later host pages count as used later", "todo.used -= len(pairs)", "todo.used += len(pairs)"),
+    ),
+    *bugs(
+        "executor/unwritten.py",
+        ("tests/engine/test_disk_budget.py",),
+        ("a flush goes on when the folder is full", "self.host_pages.clear()", "pass"),
+        ("files take no room", "self.room -= num_bytes", "pass"),
+    ),
+    *bugs(
+        "executor/kv_disk.py",
+        ("tests/engine/test_disk_budget.py",),
+        ("a small folder does not matter", "memory.num_pages - num_files // 2", "memory.num_pages // 2"),
+        ("what was given up is written", "if number < self._num_given_up:", "if False:"),
+        ("late pages are written", "self._num_kept - number > self.most_late", "False"),
+        ("an idle engine writes all that waits", "self._writers.hold(busy or self._is_small)", "self._writers.hold(busy)"),
+    ),
+    *bugs(
+        "executor/page_folder.py",
+        ("tests/executor/test_page_folder.py",),
+        ("files of a flush replace each other", "self.max_bytes - max(0, self._spare", "self.max_bytes - min(0, self._spare"),
+    ),
+    *bugs(
+        "executor/page_file.py",
+        ("tests/executor/test_page_folder.py",),
+        ("files that are too long are trusted", "image, memoryview(more)]", "image]"),
+    ),
+    *bugs(
+        "engine/disk_flush.py",
         ("tests/engine/test_disk.py",),
         ("a piece of a flush looks at all pages", "elif not waits and to_look_at <= 0:", "elif False:"),
     ),

@@ -1,5 +1,6 @@
 """`flush_kv`: KV goes to the disk that an engine would otherwise lose at its end. An idle engine does so in pieces."""
 
+import time
 from typing import TypeVar
 
 import numpy as np
@@ -10,16 +11,19 @@ from nanovllm.engine.donation import enter
 from nanovllm.engine.mirrored import calling_mesh, mirrored
 from nanovllm.executor.distributed import least
 from nanovllm.executor.executor import runtime_of
-from nanovllm.executor.kv_disk import DiskTier, Unwritten
+from nanovllm.executor.kv_disk import DiskTier
+from nanovllm.executor.page_file import size_of
+from nanovllm.executor.unwritten import Unwritten
 from nanovllm.state import disk_pages
 from nanovllm.state import pool as pools
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.offload import HostPages
 from nanovllm.state.prefix_cache import PrefixIndex
-from nanovllm.state.prefix_keys import frame_key, keys_of
+from nanovllm.state.prefix_keys import frame_key, is_frame, keys_of
 
 T = TypeVar("T")
 FLUSHED = 16 << 20  # bytes that are copied from the device at once
+QUEUED = 64 << 20  # bytes that wait to be written while the next ones are copied from the device, if the call waits for the writes
 TOGETHER = 256 << 20  # bytes after which ranks that write all their KV wait for each other, so that no wait is long
 LOOKED_AT = 2048  # pages that one piece of a flush looks up, so that a request which comes meanwhile waits for milliseconds
 
@@ -27,9 +31,10 @@ LOOKED_AT = 2048  # pages that one piece of a flush looks up, so that a request 
 def flush_kv(state: EngineState, *, max_bytes: int | None = None) -> bool:
     """Write the KV that an engine with `kv_dir` would otherwise lose at its end: that of the prefix index, and that of host memory.
 
-    Does not donate `state`. The option `kv_dir` says where the KV goes. KV that is on disk already is not written again. A server calls
-    this when it is idle and at its end, and `LLM.close` does; a program that makes its own states calls it. Where each rank runs such a
-    program, as with torchrun, a call writes and tells about the KV of its own rank.
+    Does not donate `state`. The option `kv_dir` says where the KV goes. KV that is on disk already is not written again. If the folder's
+    size limit is less than all KV, that which was used last is written, and no more than the folder keeps. A server calls this when it
+    is idle and at its end, and `LLM.close` does; a program that makes its own states calls it. Where each rank runs such a program, as
+    with torchrun, a call writes and tells about the KV of its own rank.
 
     Args:
         state: The newest state of the engine. It stays usable.
@@ -86,27 +91,42 @@ def _meeting(state: EngineState) -> Mesh | None:
 
 
 def _flushed(state: EngineState, max_bytes: int, begins: bool | None) -> bool:
-    """Write KV of this rank. Returns whether all of it is on disk or is being written."""
+    """Write KV of this rank. Returns whether all of it that the folder has room for is on disk or is being written."""
     disk, host, lease = runtime_of(state).disk, state.pool.host, state.runtime.lease
     assert disk is not None and host is not None
-    disk.hold(False)
     version = state.epoch, lease.lost  # while a failed call has lost pages, every call makes the index anew
     if disk.todo.version != version or begins:
-        disk.todo = Unwritten(version, state.pool, [*host.key_of], _last_evicted_first(state.pool.prefix))
+        disk.give_up()  # what was evicted first is the least worth, and waits first
+        disk.todo = _unwritten(state, disk, version)
+    disk.let_go()
     todo, page_bytes, to_look_at, waits = disk.todo, host.page_bytes, LOOKED_AT, begins is not None
-    most = max(1, max_bytes // page_bytes)
-    while todo and most > 0 and disk.num_queued * page_bytes < FLUSHED:
+    most, at_once = max(1, max_bytes // page_bytes), max(1, FLUSHED // page_bytes)
+    while todo and most > 0 and (waits or disk.num_queued * page_bytes < FLUSHED):
         if todo.missing:
-            part = _taken(todo.missing, min(most, max(1, FLUSHED // page_bytes)))
+            part = _taken(todo.missing, min(most, at_once))
             most -= len(part)
-            disk.keep_images([key for key, _ in part], state.kv, [page for _, page in part])
+            disk.keep_images([key for key, _ in part], state.kv, [page for _, page in part], todo.used)
+            todo.used -= len(part)
         elif not waits and to_look_at <= 0:
             break
         else:
             to_look_at -= _look(disk, host, todo)
         if waits:
-            disk.drain()
+            disk.drain(QUEUED // FLUSHED * at_once)  # the next pages are copied while these are written
+    if waits:
+        disk.drain()
     return not todo
+
+
+def _unwritten(state: EngineState, disk: DiskTier, version: object) -> Unwritten:
+    """All KV of the prefix index and of host memory, and the part of the folder's room that this rank has for it."""
+    host, mesh = state.pool.host, mesh_of(state)
+    assert host is not None
+    idle = host.ages.pages()[::-1]
+    held = sorted({*host.key_of}.difference(idle))  # those of chunks
+    room = disk.folder.lasting_bytes // (1 if mesh is None else mesh.size)
+    pages = _last_evicted_first(state.pool.prefix)
+    return Unwritten(version=version, pool=state.pool, pages=pages, host_pages=[*held, *idle], room=room, used=time.time_ns())
 
 
 def _last_evicted_first(index: PrefixIndex) -> list[int]:
@@ -116,19 +136,30 @@ def _last_evicted_first(index: PrefixIndex) -> list[int]:
 
 
 def _look(disk: DiskTier, host: HostPages, todo: Unwritten) -> int:
-    """See which of the next pages are not on disk. Those in host memory are written from there. Returns how many it has looked at."""
-    if todo.host_pages:
+    """See which of the next pages are not on disk. Those in host memory are written from there. Returns how many it has looked at.
+
+    What the folder has no room for besides that which was looked at before is left out: it would replace what was used later.
+    """
+    if not todo.pages:
         part = _taken(todo.host_pages, LOOKED_AT)
-        disk.keep(disk_pages.lasting(host, part))
+        pairs = [pair for pair in disk_pages.lasting(host, part) if _fits(pair[1], host, todo)]
+        disk.keep(pairs, todo.used)
+        todo.used -= len(pairs)
         return len(part)
     pages = np.array(_taken(todo.pages, LOOKED_AT), np.int32)
     keys, (first, second) = keys_of(todo.pool.prefix, pages), pools.addresses(todo.pool, pages)
     for place, key in enumerate(keys):
-        if first[place] >= 0 and key not in host.by_key and not disk.has(key):
+        if first[place] >= 0 and key not in host.by_key and _fits(key, host, todo) and not disk.has(key):
             todo.missing.append((key, first.item(place)))
-        if second is not None and second[place] >= 0 and _lacks_frame(host, key) and not disk.has(frame_key(key)):
-            todo.missing.append((frame_key(key), second.item(place)))
+        frame = frame_key(key)
+        if second is not None and second[place] >= 0 and _lacks_frame(host, key) and _fits(frame, host, todo) and not disk.has(frame):
+            todo.missing.append((frame, second.item(place)))
     return len(pages)
+
+
+def _fits(key: bytes, host: HostPages, todo: Unwritten) -> bool:
+    """Whether the folder has room for a page or frame, too."""
+    return todo.fits(size_of(host.frame_bytes if is_frame(key) else host.bytes_of(framed=False)))
 
 
 def _lacks_frame(host: HostPages, key: bytes) -> bool:

@@ -14,12 +14,12 @@ class DiskCounts:
         bytes_read: Their bytes.
         pages_missed: Pages that were not there any more when they were read.
         pages_damaged: Pages whose file was damaged. The files are deleted.
-        pages_dropped: Pages that left host memory before they were written.
+        pages_dropped: Pages that left host memory before they were written, or were about to leave when their turn came.
         frames_written: Frames that were written, in a model with frames apart from pages, because some layers have a sliding window.
         frames_read: Frames that were read and whole. `bytes_written` and `bytes_read` have the bytes of pages and frames.
         frames_missed: Frames that were not there any more when they were read.
         frames_damaged: Frames whose file was damaged. The files are deleted.
-        frames_dropped: Frames that left host memory before they were written.
+        frames_dropped: Frames that left host memory before they were written, or were about to leave when their turn came.
         errors: Reads and writes that failed, such as on a full disk, or for which the system gave no thread.
 
     Examples:

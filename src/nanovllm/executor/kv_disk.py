@@ -8,18 +8,23 @@ The engine's thread never waits for the disk, unless it asks to (`wait`, `drain`
 - A *write* reads a host page while the engine may want to write it. Each host page has a number that increases before the engine writes
   it (`overwriting`). If the number changed before the file was complete, the file is thrown away.
 
+Writes wait while the engine is busy, until `num_held` pages wait; then the oldest are written. So pages go to the disk some time before
+host memory needs their room. If the folder has room for less than host memory has, they wait longer: the files of pages that leave host
+memory must not have been deleted by then. A disk that does not keep up leaves out pages that are about to be replaced (`most_late`).
+
 The frame of a page that is apart from it has a file of its own. A read has the page, and its frame if the state asks for it.
 
 Both begin after all copies between the device and host memory that the engine had started before. An error of the disk is counted, and the
 page is left out: requests never fail by it. After an error of a write, nothing is written for `REST` seconds.
 """
 
+import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,8 +33,9 @@ import torch
 
 from nanovllm.executor.disk_counts import DiskCounts
 from nanovllm.executor.kv_offload import HostMemory
-from nanovllm.executor.page_file import DamagedPageError
+from nanovllm.executor.page_file import DamagedPageError, size_of
 from nanovllm.executor.page_folder import PageFolder
+from nanovllm.executor.unwritten import Unwritten
 from nanovllm.executor.workers import Threads, Workers
 from nanovllm.ops.kv_cache.fp8 import as_bytes
 from nanovllm.ops.kv_cache.page_images import gather_pages
@@ -38,30 +44,9 @@ from nanovllm.state.kv_cache import KVState
 from nanovllm.state.prefix_keys import frame_key, is_frame
 from nanovllm.types import Tensor
 
-READERS, WRITERS = 4, 2  # threads
+CPUS = len(os.sched_getaffinity(0))
+READERS, WRITERS = max(2, min(8, CPUS)), max(2, min(4, CPUS // 4))  # threads; each makes digests of about 1.5 GB/s
 REST = 30.0  # seconds without writes after a write failed: a disk that is full stays full for a while
-
-
-@dataclass(slots=True, eq=False)
-class Unwritten:
-    """What is left of a prefix index and of host memory to write.
-
-    Attributes:
-        version: What the pool is that of: the epoch of the state, and the pages that failed calls have lost since.
-        pool: The pool, with the index.
-        host_pages: Host pages that were not looked at yet.
-        pages: Pages of the index that were not looked at yet.
-        missing: The (key, page) and (key, frame) pairs that are not on disk.
-    """
-
-    version: Any = None
-    pool: Any = None
-    host_pages: list[int] = field(default_factory=list)
-    pages: list[int] = field(default_factory=list)
-    missing: list[tuple[bytes, int]] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.host_pages or self.pages or self.missing)
 
 
 class DiskTier:
@@ -72,12 +57,14 @@ class DiskTier:
         counts: What was done so far.
         todo: What is left to write by `flush_kv`.
         looked_at: The queue whose first requests were looked up last, and what they wait for.
+        num_held: How many pages wait to be written while the engine is busy.
+        most_late: A page behind which so many others wait is not written while the engine is busy: its host page is about to be replaced.
 
     Args:
         folder: The files.
         memory: The host memory of the engine.
         readers: Who runs the reads. None: threads.
-        writers: Who runs the writes. None: threads, which wait while the engine is busy until half of host memory waits for them.
+        writers: Who runs the writes. None: threads, which wait while the engine is busy until `num_held` pages wait for them.
         clock: Seconds of a monotonic clock.
     """
 
@@ -93,14 +80,20 @@ class DiskTier:
         self.todo = Unwritten()
         self.looked_at: tuple[Any, Any] = None, None
         self._memory = memory
+        num_files = min(memory.num_pages, folder.max_bytes // size_of(folder.page_bytes))
+        self.num_held = memory.num_pages - num_files // 2
+        self.most_late = memory.num_pages - num_files // 8
+        self._is_small = 2 * num_files < memory.num_pages
         self._readers = readers or Threads(READERS, "kv-disk-read")
-        self._writers = writers or Threads(WRITERS, "kv-disk-write", most_held=memory.num_pages // 2)
+        self._writers = writers or Threads(WRITERS, "kv-disk-write", most_held=self.num_held)
         self._changed = threading.Condition()
         self._under_way = dict[int, bytes]()  # by host page the key that is being read into it
         self._ended = dict[int, tuple[int, bytes, int]]()  # by host page: the place of the read among all, its key, what has come
         self._versions = np.zeros(memory.num_pages, np.int64)  # of the host pages
         self._queued = dict[bytes, tuple[int, int] | None]()  # keys of pages that wait to be written, each with its host page and number
         self._num_reads = self._num_ended = self._num_told = 0
+        self._num_kept = self._num_given_up = 0  # writes of host pages so far, and the first of them that is not given up
+        self._is_busy = False
         self._rests_until = -1.0
         for workers in (self._readers, self._writers):
             weakref.finalize(self, workers.close)
@@ -205,24 +198,28 @@ class DiskTier:
         for at in pages:
             self._versions[at] += 1
 
-    def keep(self, pairs: Iterable[tuple[int, bytes]]) -> None:
-        """Write pages and frames later that the folder does not have; `pairs` are (host page, key).
+    def keep(self, pairs: Iterable[tuple[int, bytes]], used: int | None = None) -> None:
+        """Write pages and frames later that the folder does not have; the copies that fill their host pages were begun before.
 
-        The copies that fill the host pages were begun before.
+        Args:
+            pairs: (host page, key).
+            used: When the first one was used, in nanoseconds of Unix time; the others were used right before. None: all are used now.
         """
-        fresh = [(at, key) for at, key in pairs if not self.has(key)]
+        fresh = [(place, at, key) for place, (at, key) in enumerate(pairs) if not self.has(key)]
         if not fresh:
             return
         marks, now = self._memory.marks(), time.time_ns()
-        for at, key in fresh:
-            version = int(self._versions[at])
-            with self._changed:
-                self._queued[key] = at, version
-            if not self._writers.submit(partial(_run, weakref.ref(self), "_write_host_page", at, key, version, marks, now)):
+        with self._changed:
+            self._queued.update({key: (at, int(self._versions[at])) for _, at, key in fresh})
+        for place, at, key in fresh:
+            version, when = int(self._versions[at]), now if used is None else used - place
+            job = partial(_run, weakref.ref(self), "_write_host_page", at, key, version, marks, when, self._num_kept)
+            self._num_kept += 1
+            if not self._writers.submit(job):
                 self._count(errors=1)
                 self._written(key, (at, version))
 
-    def keep_images(self, keys: Seq[bytes], kv: KVState, pages: Seq[int]) -> None:
+    def keep_images(self, keys: Seq[bytes], kv: KVState, pages: Seq[int], used: int | None = None) -> None:
         """Write pages and frames of the device later; they are copied to host memory now, and the engine's thread waits for that.
 
         If the device has no memory for the copy, they are left out, and one error is counted.
@@ -231,8 +228,9 @@ class DiskTier:
             keys: The keys of pages, and of frames that are apart from pages.
             kv: The KV memory.
             pages: The pages and frames.
+            used: As for `keep`. None: now.
         """
-        images, now = dict[bytes, np.ndarray](), time.time_ns()
+        images, used = dict[bytes, np.ndarray](), time.time_ns() if used is None else used
         try:
             for place, pool in enumerate(kv.pools):
                 of_pool = {key: page for key, page in zip(keys, pages, strict=True) if is_frame(key) == place}
@@ -243,13 +241,29 @@ class DiskTier:
         with self._changed:
             self._queued.update(dict.fromkeys(keys))
         for place, key in enumerate(keys):
-            if not self._writers.submit(partial(_run, weakref.ref(self), "_write", key, images[key].data, now - place)):
+            if not self._writers.submit(partial(_run, weakref.ref(self), "_write", key, images[key].data, used - place)):
                 self._count(errors=1)
                 self._written(key, None)
 
     def hold(self, busy: bool) -> None:
-        """Tell whether the engine has requests: then writes wait."""
-        self._writers.hold(busy)
+        """Tell whether the engine has requests: then writes wait. If host memory has much more than the folder, they wait in any case.
+
+        What an idle engine writes through such a folder would delete the files of what has left host memory.
+        """
+        self._is_busy = busy
+        self._writers.hold(busy or self._is_small)
+
+    def let_go(self) -> None:
+        """Let all writes run that wait, whatever `hold` has told, until it is called again."""
+        self._is_busy = False
+        self._writers.hold(False)
+
+    def give_up(self) -> None:
+        """Write none of the host pages that wait to be written, unless `keep` is called for them again."""
+        with self._changed:
+            self._num_given_up = self._num_kept
+            for key in [key for key, source in self._queued.items() if source is not None]:
+                del self._queued[key]
 
     def has(self, key: bytes) -> bool:
         """Whether a page is on disk, or waits to be written. A host page that was overwritten since is not written any more."""
@@ -263,11 +277,22 @@ class DiskTier:
         """The number of pages that wait to be written."""
         return len(self._queued)
 
-    def drain(self) -> None:
-        """Wait until all writes have ended."""
-        self._writers.drain()
+    @property
+    def num_late(self) -> int:
+        """How many pages a disk that keeps up with the engine would have written by now."""
+        return max(0, self.num_queued - self.num_held)
 
-    def _write_host_page(self, at: int, key: bytes, version: int, marks: Any, used: int) -> None:
+    def drain(self, left: int = 0) -> None:
+        """Wait until at most `left` writes have not ended."""
+        self._writers.drain(left)
+
+    def _write_host_page(self, at: int, key: bytes, version: int, marks: Any, used: int, number: int) -> None:
+        if number < self._num_given_up:
+            return
+        if self._is_busy and self._num_kept - number > self.most_late:
+            self._count(**{f"{_kind(key)}_dropped": 1})
+            self._written(key, (at, version))
+            return
         try:
             self._memory.wait(marks)
         except Exception:

@@ -1,7 +1,8 @@
 """The file of one page of KV on disk, or of one frame: a header of fixed size, then the image of the page as raw bytes.
 
 The header has a digest of the key and of the image. So a file that is torn, changed or renamed is found when it is read. A file never
-changes after it has its name. The numbers of the header are little-endian:
+changes after it has its name. It is written by one call of the system and read by one, and the digest is made without Python's lock. The
+numbers of the header are little-endian:
 
 | bytes | content |
 |---|---|
@@ -35,7 +36,7 @@ def size_of(page_bytes: int) -> int:
 
 
 def write_page(fd: int, key: bytes, image: memoryview) -> None:
-    """Write the whole file of a page, and flush it to the disk.
+    """Write the whole file of a page. The system brings it to the disk later: what a loss of power tears is found by its digest.
 
     Args:
         fd: An empty file.
@@ -46,9 +47,10 @@ def write_page(fd: int, key: bytes, image: memoryview) -> None:
         OSError: The file cannot be written.
     """
     head = _fields(key, image)
-    _write_all(fd, memoryview(head + _digest(head, image)), 0)
-    _write_all(fd, image, HEADER_BYTES)
-    os.fsync(fd)
+    parts, size = [memoryview(head + _digest(head, image)), image], 0
+    while parts:
+        count = os.pwritev(fd, parts, size)
+        size, parts = size + count, _after(parts, count)
 
 
 def read_page(fd: int, key: bytes, image: memoryview) -> None:
@@ -63,13 +65,14 @@ def read_page(fd: int, key: bytes, image: memoryview) -> None:
         DamagedPageError: The file is not that of this page, was cut, or was changed.
         OSError: The file cannot be read.
     """
-    if (size := os.fstat(fd).st_size) != size_of(len(image)):
-        raise DamagedPageError(f"it has {size} bytes, not {size_of(len(image))}")
-    head, wanted = bytearray(HEADER_BYTES), _fields(key, image)
-    _read_all(fd, memoryview(head), 0)
+    head, wanted, size, more = bytearray(HEADER_BYTES), _fields(key, image), 0, bytearray(1)
+    parts = [memoryview(head), image, memoryview(more)]  # the last one finds files that are too long
+    while parts and (count := os.preadv(fd, parts, size)):
+        size, parts = size + count, _after(parts, count)
+    if size != size_of(len(image)):
+        raise DamagedPageError(f"it has {size} bytes{'' if parts else ' or more'}, not {size_of(len(image))}")
     if head[: len(wanted)] != wanted:
         raise DamagedPageError("its header is not that of this page")
-    _read_all(fd, image, HEADER_BYTES)
     if head[len(wanted) :] != _digest(wanted, image):
         raise DamagedPageError("its content was changed")
 
@@ -85,16 +88,11 @@ def _digest(head: bytes, image: memoryview) -> bytes:
     return digest.digest()
 
 
-def _write_all(fd: int, data: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(fd, data[done:], offset + done)
-
-
-def _read_all(fd: int, data: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(data):
-        count = os.preadv(fd, [data[done:]], offset + done)
-        if not count:
-            raise DamagedPageError("it ends while it is read")
-        done += count
+def _after(parts: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of some pieces of memory after their first `count` bytes."""
+    left = list[memoryview]()
+    for part in parts:
+        if len(part) > count:
+            left.append(part[count:])
+        count = max(0, count - len(part))
+    return left

@@ -8,8 +8,9 @@ FOLDER/IDENTITY/5f/5f02...9c-frame.kv its frame (the KV of layers with a sliding
 ```
 
 A page with a key has the same content whoever computed it, so a file is written once and never changes. It is written under a temporary
-name, and is renamed when it is complete. If the process or the machine stops at any point, there is the whole file, or none, or, after a
-loss of power, a file whose digest does not match. Such a file is deleted when it is read, and counts as absent.
+name, and is renamed when it is complete. If the process stops at any point, there is the whole file, or none. No file is flushed to the
+disk, which would take longer than all else: the system does that within about half a minute. After a loss of power before that, a file may
+be missing, or may have a digest that does not match. Such a file is deleted when it is read, and counts as absent.
 
 The modification time of a file says when the page was last used. When a new file would exceed the size limit of the folder, files that
 were not used for the longest time are deleted, those of other models too.
@@ -126,6 +127,16 @@ class PageFolder:
                 os.close(fd)
         return 0
 
+    @property
+    def _spare(self) -> int:
+        """The bytes that become free when files are deleted for a new one."""
+        return self.max_bytes // SPARE
+
+    @property
+    def lasting_bytes(self) -> int:
+        """So many bytes of files may be written one after the other, and none of them is deleted for another one of them."""
+        return self.max_bytes - max(0, self._spare - size_of(self.page_bytes))
+
     def write(self, key: bytes, image: memoryview, used: int | None = None, is_valid: Any = None) -> bool:
         """Write a page, unless the folder has it. Pages that were not used for the longest time make room.
 
@@ -150,18 +161,18 @@ class PageFolder:
                 return False
             used = time.time_ns() if used is None else used
             os.utime(fd, ns=(used, used))
-            target.parent.mkdir(mode=0o700, exist_ok=True)
+            if not os.path.isdir(target.parent):
+                target.parent.mkdir(mode=0o700, exist_ok=True)
             with self._locked() as lock:
                 if target.exists():  # another process was faster
                     self._keys.add(key)
                     return False
                 total = _noted(lock)
                 if total is None or total + size > self.max_bytes:
-                    total = self._shrunk(self._files(), self.max_bytes - max(size, self.max_bytes // SPARE))
+                    total = self._shrunk(self._files(), self.max_bytes - max(size, self._spare))
                 _note(lock, total + size)  # before the file: a process that ends here leaves a size that is too large, never too small
                 os.replace(made, target)
                 self._keys.add(key)
-        _flush(target.parent)
         return True
 
     def read(self, key: bytes, image: memoryview, used: int | None = None) -> bool:
@@ -338,19 +349,11 @@ def _note(fd: int, size: int) -> None:
     os.pwrite(fd, _SIZE.pack(size, ~size), 0)
 
 
-def _flush(folder: Path) -> None:
-    """Flush the names of a folder to the disk."""
-    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _forget_content(path: Path) -> None:
-    """Ask the system to drop what it keeps in memory of a file, so that a later read is from the disk."""
+    """Ask the system to drop what it keeps in memory of a file, so that a later read is from the disk. It drops only what is flushed."""
     fd = open_file(path)
     try:
+        os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)

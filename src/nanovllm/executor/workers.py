@@ -21,8 +21,8 @@ class Workers(Protocol):
         """Tell whether jobs should wait, because the engine is busy."""
         ...
 
-    def drain(self) -> None:
-        """Run all jobs, and return when they have ended."""
+    def drain(self, left: int = 0) -> None:
+        """Run jobs, and return when at most `left` of them have not ended."""
         ...
 
     def close(self) -> None:
@@ -57,7 +57,8 @@ class Threads:
             if not self._started:
                 self._jobs.pop()
                 return False
-            self._changed.notify_all()
+            if self._may_run():  # else every job would wake all threads for nothing
+                self._changed.notify_all()
             return True
 
     def hold(self, held: bool) -> None:
@@ -67,13 +68,13 @@ class Threads:
                 self._held = held
                 self._changed.notify_all()
 
-    def drain(self) -> None:
-        """Return when all jobs have ended. Those that wait run now."""
+    def drain(self, left: int = 0) -> None:
+        """Return when at most `left` jobs have not ended. Those that wait run now."""
         with self._changed:
             self._num_draining += 1
             self._changed.notify_all()
             try:
-                self._changed.wait_for(lambda: self._closed or not (self._jobs or self._active))
+                self._changed.wait_for(lambda: self._closed or len(self._jobs) + self._active <= left)
             finally:  # after Ctrl-C too
                 self._num_draining -= 1
 

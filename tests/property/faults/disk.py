@@ -81,9 +81,9 @@ def _mixes_up_what_is_read(arrived):
 
 
 def _mixes_up_what_is_written(keep):
-    def faulty(tier, pairs):
+    def faulty(tier, pairs, used=None):
         pairs = [*pairs]
-        return keep(tier, [(at, key) for (at, _), (_, key) in zip(pairs, pairs[::-1], strict=True)])
+        return keep(tier, [(at, key) for (at, _), (_, key) in zip(pairs, pairs[::-1], strict=True)], used)
 
     return faulty
 

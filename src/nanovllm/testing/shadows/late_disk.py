@@ -30,9 +30,9 @@ class LateWorkers:
         for _ in range(min(count, len(self.jobs))):
             self.jobs.pop(0)()
 
-    def drain(self) -> None:
-        """Run all jobs."""
-        self.run(len(self.jobs))
+    def drain(self, left: int = 0) -> None:
+        """Run jobs until `left` are left."""
+        self.run(len(self.jobs) - left)
 
     def close(self) -> None:
         """Forget all jobs."""
