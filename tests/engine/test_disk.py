@@ -327,7 +327,7 @@ def test_two_engines_share_a_folder_at_the_same_time(tmp_path: Path):
     check(two)
 
 
-def test_a_flush_in_pieces_writes_all(tmp_path: Path):
+def test_a_flush_in_pieces_writes_all(tmp_path: Path, nothing_ahead: None):
     state = engine(tmp_path)
     for seed in (0, 1):
         state, _ = reply(state, prompt(seed))
@@ -573,7 +573,7 @@ def test_one_thread_does_the_work_of_those_that_could_not_be_started(monkeypatch
         assert not workers.submit(lambda: done.append(2))
 
 
-def test_a_piece_of_a_flush_looks_at_so_many_pages_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_piece_of_a_flush_looks_at_so_many_pages_only(tmp_path: Path, nothing_ahead: None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(disk_flush, "LOOKED_AT", 2)
     state = engine(tmp_path)
     for seed in (0, 1):

@@ -141,7 +141,7 @@ def test_evicted_pages_and_frames_are_written(tmp_path: Path):
 
 @pytest.mark.parametrize("kind", ["gone", "flipped", "cut"])
 @pytest.mark.parametrize(("place", "num_cached"), [(4, 16), (3, 12), (2, 20)])
-def test_a_frame_that_is_missing_or_damaged_is_run(tmp_path: Path, kind: str, place: int, num_cached: int):
+def test_a_frame_that_is_missing_or_damaged_is_run(tmp_path: Path, nothing_ahead: None, kind: str, place: int, num_cached: int):
     """The frames of the last two pages are needed. Without one of them the request begins where all frames of a window are there."""
     expected = filled(MIXED, tmp_path, 0)
     path = files(tmp_path)[frame_key(keys(0)[place])]
