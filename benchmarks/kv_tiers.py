@@ -289,7 +289,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     with ExitStack() as stack:
         if "disk" in ways and options.kv_dir is None:
-            options.kv_dir = Path(stack.enter_context(TemporaryDirectory()))
+            options.kv_dir = Path(stack.enter_context(TemporaryDirectory(ignore_cleanup_errors=True)))
         if "first_tokens" in which:
             found = first_tokens(model, options)
             results["first_token_ms"] = found | (from_disk(model, options) if "disk" in ways else {})

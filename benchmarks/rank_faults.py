@@ -6,6 +6,8 @@
 The last rank is killed (SIGKILL) while the engine is idle, runs a long prompt, decodes, or captures a CUDA graph (on a GPU). It is stopped
 for good, or for two seconds only. Two engines run at once on different devices if there are enough, and one of them is hurt. For each
 fault: what the call raises, the seconds from the fault to that, and the seconds until a new engine has given the reply of the first one.
+A second reply to the same prompt finds KV of the first, so in bfloat16 it may differ from it; it is compared with that of an unhurt engine.
+`--faults` chooses some.
 """
 
 import argparse
@@ -30,6 +32,7 @@ PROMPT, LIMIT = [300 + 7 * at for at in range(24)], 60.0
 SHORT = nv.SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 SILENT = 5.0  # seconds that a rank may be silent
 PAUSE = 2.0  # seconds for which a rank is slow
+FAULTS = ("idle", "prefill", "decode", "stopped", "slow", "capture", "two_engines")
 Act = Callable[["Hurt"], None]
 
 
@@ -154,7 +157,7 @@ def capture(options: argparse.Namespace, devices: tuple[str, ...], right: list[i
     return found | {"captured": bool(killed)} | renewed(options, devices, right)
 
 
-def slow(options: argparse.Namespace, devices: tuple[str, ...], right: list[int]) -> dict[str, Any]:
+def slow(options: argparse.Namespace, devices: tuple[str, ...], again: list[int]) -> dict[str, Any]:
     """Stop a rank for `PAUSE` seconds: the others wait for it, and nothing is lost."""
     with started(options, devices) as engine:
         engine.reply()
@@ -162,16 +165,18 @@ def slow(options: argparse.Namespace, devices: tuple[str, ...], right: list[int]
         begin = engine.since
         engine.later(PAUSE, signal.SIGCONT)
         reply = engine.reply()
-        return {"raised": None, "right": reply == right, "seconds": round(time.perf_counter() - begin, 3)}
+        return {"raised": None, "right": reply == again, "seconds": round(time.perf_counter() - begin, 3)}
 
 
-def two_engines(options: argparse.Namespace, first: tuple[str, ...], second: tuple[str, ...], right: list[int]) -> dict[str, Any]:
+def two_engines(
+    options: argparse.Namespace, first: tuple[str, ...], second: tuple[str, ...], right: list[int], again: list[int]
+) -> dict[str, Any]:
     """Two engines at once: both are right, and one that loses a rank leaves the other as it is."""
     with ExitStack() as stack:
         one, other = (stack.enter_context(started(options, devices)) for devices in (first, second))
-        both = [engine.reply() == right for _ in range(3) for engine in (one, other)]
+        both = [engine.reply() == wanted for wanted in (right, again, again) for engine in (one, other)]
         found = told(lambda: idle(one), lambda: one.since)
-        return found | {"both_right": all(both), "other_right": other.reply() == right}
+        return found | {"both_right": all(both), "other_right": other.reply() == again}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -183,32 +188,40 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tensor-parallel-size", type=int, default=2, help="ranks of an engine (default: %(default)s)")
     parser.add_argument("--longest", type=int, default=8192, help="tokens of a long prompt (default: %(default)s)")
     parser.add_argument("--pages", type=int, default=2048, help="pages of 16 tokens (default: %(default)s)")
+    parser.add_argument("--faults", default=",".join(FAULTS), metavar="NAME,...", help="which faults (default: %(default)s)")
     parser.add_argument("--commit", help="the commit to record (default: the one that git reports)")
     parser.add_argument("--output", type=Path, help="write the result to this JSON file")
     options = parser.parse_args(arguments)
+    chosen = options.faults.split(",")
+    if unknown := set(chosen) - set(FAULTS):
+        parser.error(f"unknown fault {', '.join(sorted(unknown))}; choose from {', '.join(FAULTS)}")
     size, on_gpu = options.tensor_parallel_size, options.device == "cuda"
     count = torch.cuda.device_count() if on_gpu else 2 * size
     every = tuple(f"cuda:{at}" if on_gpu else "cpu" for at in range(count))
     devices, faults = every[:size], dict[str, Any]()
     begin = time.perf_counter()
     with started(options, devices) as engine:
-        right, model = engine.reply(), engine.model
+        right, again, model = engine.reply(), engine.reply(), engine.model
         print(f"first start and reply: {time.perf_counter() - begin:.1f} s", flush=True)
 
-    def note(name: str, found: dict[str, Any]) -> None:
-        faults[name] = found
-        print(name, json.dumps(found), flush=True)
+    def note(name: str, find: Callable[[], dict[str, Any]]) -> None:
+        if name not in chosen:
+            return
+        faults[name] = find()
+        print(name, json.dumps(faults[name]), flush=True)
+        if options.output is not None:
+            command = f"python -m benchmarks.rank_faults --model {options.model} --tensor-parallel-size {size}"
+            command += "" if len(chosen) == len(FAULTS) else f" --faults {options.faults}"
+            figures = {"gpus": size, "faults": faults}
+            options.output.write_text(json.dumps(record(model, figures, command, options.commit), indent=1) + "\n")
 
     for act in (idle, prefill, decode, stopped):
-        note(act.__name__, hurt(options, devices, act, right))
-    note("slow", slow(options, devices, right))
+        note(act.__name__, lambda act=act: hurt(options, devices, act, right))
+    note("slow", lambda: slow(options, devices, again))
     if on_gpu:
-        note("capture", capture(options, devices, right))
+        note("capture", lambda: capture(options, devices, right))
     if count >= 2 * size:
-        note("two_engines", two_engines(options, devices, every[size : 2 * size], right))
-    if options.output is not None:
-        command = f"python -m benchmarks.rank_faults --model {options.model} --tensor-parallel-size {size}"
-        options.output.write_text(json.dumps(record(model, {"gpus": size, "faults": faults}, command, options.commit), indent=1) + "\n")
+        note("two_engines", lambda: two_engines(options, devices, every[size : 2 * size], right, again))
 
 
 if __name__ == "__main__":

@@ -426,3 +426,27 @@ def test_a_file_is_written_to_its_end_though_the_request_takes_too_long(tmp_path
             assert time.monotonic() < end
             time.sleep(0.01)
         assert server.post("/v1/chunks/king/load", {"replace": True}).status == 200
+
+
+def test_a_slow_disk_gets_one_file_after_the_other_of_chunks_that_nobody_asked_to_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (chunks := tmp_path / "chunks").mkdir()
+    settings = Settings(shutdown_seconds=1.0, chunk_dir=chunks, keep_chunks=True, max_chunks=8)
+    kept = {"host_kv_gib": 0.01, "kv_dir": tmp_path / "kv", "kv_dir_gib": 0.01}
+    with Live(settings=settings, num_pages=128, **kept) as live:
+        monkeypatch.setattr(live.engine._files, "_most", 2)
+        disk, rounds, write = Slow(monkeypatch, "_write_block"), list[bool](), live.engine._write_some
+        monkeypatch.setattr(live.engine, "_write_some", lambda: rounds.append(write()) or rounds[-1])
+        for number in range(5):
+            assert live.post("/v1/chunks", {"name": f"c{number}", "token_ids": [5, 6, 7 + number]}).status == 200
+        assert disk.reached.wait(LIMIT)
+        seen = len(rounds)
+        while len(rounds) < seen + 3:  # while the first file is being written
+            time.sleep(0.001)
+        assert not any(rounds[seen:])
+        disk.go.set()
+        while len(live.get("/v1/saved_chunks").json()["data"]) < 5:
+            time.sleep(0.001)
+        live.wait_until_idle()
+    assert "not saved" not in capfd.readouterr().err

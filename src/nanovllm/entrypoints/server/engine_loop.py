@@ -188,12 +188,16 @@ class EngineLoop:
         self._note_used()
         named = [(space, name, one.chunk.liveness) for space, found in self.named.spaces.items() for name, one in found.items()]
         self._asked_to_save.intersection_update(named)
+        waits = False
         for space, name, liveness in named:
             if (space, name, liveness) in self._asked_to_save or liveness in self.named.unread:
                 continue
-            self._asked_to_save.add((space, name, liveness))
             if not self.named.limits.kept or saved_chunks.is_marked(saved_chunks.path_of(self.named.limits, space, name), name):
+                self._asked_to_save.add((space, name, liveness))
                 continue
+            if waits := self._files.busy:  # one after the other: a slow disk must not fill the queue, in which clients' calls wait, too
+                break
+            self._asked_to_save.add((space, name, liveness))
             try:
                 held, later = save_unasked(self._held(), space=space, name=name)
             except EngineDeadError:
@@ -204,7 +208,7 @@ class EngineLoop:
             self._hold(held)
             self._files.begin(later, _tell_of_failure)
             return False
-        return flush_kv(self.state, max_bytes=FLUSHED)
+        return flush_kv(self.state, max_bytes=FLUSHED) and not waits
 
     def _note_used(self) -> None:
         """Note in the folder which chunks requests have begun with, for the order in which the next engine reads them."""

@@ -54,7 +54,7 @@ class SideThread:
         self._lock = threading.Lock()
         self._turns = deque[tuple[Turn, Future[Any] | None]]()
         self._calls = set[Future[None]]()
-        self._num_calls = 0  # only used in the engine's thread
+        self._num_calls = 0  # used in the engine's thread only
         self._thread = ThreadPoolExecutor(1, name)
         self._closed = False
 
@@ -62,6 +62,11 @@ class SideThread:
     def waits(self) -> bool:
         """Whether `turn` has something to do."""
         return bool(self._turns)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call has not ended."""
+        return self._num_calls > 0
 
     def begin(self, later: Later, tell: Callable[[Any], None]) -> None:
         """Run a call. `tell` is given its value or its error in the engine's thread."""
