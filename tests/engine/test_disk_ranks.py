@@ -70,7 +70,7 @@ def written(folder: Path, *seeds: int) -> Callable[[Mesh | None], None]:
     return run
 
 
-def test_ranks_read_what_ranks_have_written(tmp_path: Path):
+def test_ranks_read_what_ranks_have_written(tmp_path: Path, nothing_ahead: None):
     def run(mesh: Mesh | None):
         folder = tmp_path / ("alone" if mesh is None else "ranks")
         model, state = engine(folder, mesh)
@@ -148,7 +148,7 @@ def test_a_page_that_one_rank_lacks_is_run_on_all(tmp_path: Path, damage: str):
     assert one[0] == [(expected[0], 0)] and one[1].read_tokens == 0
 
 
-def test_a_rank_that_calls_the_engine_itself_flushes_alone(tmp_path: Path):
+def test_a_rank_that_calls_the_engine_itself_flushes_alone(tmp_path: Path, nothing_ahead: None):
     """Its program may have failed, and the others may be in the middle of a step."""
 
     def run(mesh: Mesh):
