@@ -38,7 +38,8 @@ from nanovllm.testing.models import random_model, tiny_config
 from nanovllm.testing.shadows.late_disk import LateDiskTier
 from nanovllm.testing.shadows.worlds import drain
 
-pytestmark = pytest.mark.unhooked  # whole engines run many steps, which the hook makes three to six times as long
+# Whole engines run many steps, which the hook makes three to six times as long.
+pytestmark = [pytest.mark.unhooked, pytest.mark.usefixtures("nothing_ahead")]
 SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
 MODEL = random_model(tiny_config(**SIZES))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -327,7 +328,7 @@ def test_two_engines_share_a_folder_at_the_same_time(tmp_path: Path):
     check(two)
 
 
-def test_a_flush_in_pieces_writes_all(tmp_path: Path, nothing_ahead: None):
+def test_a_flush_in_pieces_writes_all(tmp_path: Path):
     state = engine(tmp_path)
     for seed in (0, 1):
         state, _ = reply(state, prompt(seed))
@@ -573,7 +574,7 @@ def test_one_thread_does_the_work_of_those_that_could_not_be_started(monkeypatch
         assert not workers.submit(lambda: done.append(2))
 
 
-def test_a_piece_of_a_flush_looks_at_so_many_pages_only(tmp_path: Path, nothing_ahead: None, monkeypatch: pytest.MonkeyPatch):
+def test_a_piece_of_a_flush_looks_at_so_many_pages_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(disk_flush, "LOOKED_AT", 2)
     state = engine(tmp_path)
     for seed in (0, 1):

@@ -23,7 +23,8 @@ from nanovllm.testing.models import random_model, tiny_config
 from nanovllm.testing.shadows.late_disk import LateDiskTier
 from nanovllm.testing.shadows.worlds import drain
 
-pytestmark = pytest.mark.unhooked  # whole engines run many steps, which the hook makes three to six times as long
+# Whole engines run many steps, which the hook makes three to six times as long.
+pytestmark = [pytest.mark.unhooked, pytest.mark.usefixtures("nothing_ahead")]
 SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
 MODEL = random_model(tiny_config(**SIZES))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)

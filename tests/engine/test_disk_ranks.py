@@ -27,7 +27,8 @@ from nanovllm.testing.models import random_model, tiny_config
 from nanovllm.testing.shadows.late_disk import LateDiskTier
 from nanovllm.testing.shadows.worlds import drain
 
-pytestmark = pytest.mark.unhooked  # whole engines run many steps, which the hook makes three to six times as long
+# Whole engines run many steps, which the hook makes three to six times as long.
+pytestmark = [pytest.mark.unhooked, pytest.mark.usefixtures("nothing_ahead")]
 SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8}
 HEADS = tiny_config(**SIZES)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -70,7 +71,7 @@ def written(folder: Path, *seeds: int) -> Callable[[Mesh | None], None]:
     return run
 
 
-def test_ranks_read_what_ranks_have_written(tmp_path: Path, nothing_ahead: None):
+def test_ranks_read_what_ranks_have_written(tmp_path: Path):
     def run(mesh: Mesh | None):
         folder = tmp_path / ("alone" if mesh is None else "ranks")
         model, state = engine(folder, mesh)
@@ -148,7 +149,7 @@ def test_a_page_that_one_rank_lacks_is_run_on_all(tmp_path: Path, damage: str):
     assert one[0] == [(expected[0], 0)] and one[1].read_tokens == 0
 
 
-def test_a_rank_that_calls_the_engine_itself_flushes_alone(tmp_path: Path, nothing_ahead: None):
+def test_a_rank_that_calls_the_engine_itself_flushes_alone(tmp_path: Path):
     """Its program may have failed, and the others may be in the middle of a step."""
 
     def run(mesh: Mesh):

@@ -33,7 +33,8 @@ from nanovllm.testing.models import random_model, tiny_config
 from nanovllm.testing.shadows.late_disk import LateDiskTier
 from nanovllm.testing.shadows.worlds import drain
 
-pytestmark = pytest.mark.unhooked  # whole engines run many steps, which the hook makes three to six times as long
+# Whole engines run many steps, which the hook makes three to six times as long.
+pytestmark = [pytest.mark.unhooked, pytest.mark.usefixtures("nothing_ahead")]
 SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
 MIXED = random_model(tiny_config(**SIZES, windows=(0, 6)))
 ALONE = random_model(tiny_config(**SIZES, windows=(6, 5)))
@@ -141,7 +142,7 @@ def test_evicted_pages_and_frames_are_written(tmp_path: Path):
 
 @pytest.mark.parametrize("kind", ["gone", "flipped", "cut"])
 @pytest.mark.parametrize(("place", "num_cached"), [(4, 16), (3, 12), (2, 20)])
-def test_a_frame_that_is_missing_or_damaged_is_run(tmp_path: Path, nothing_ahead: None, kind: str, place: int, num_cached: int):
+def test_a_frame_that_is_missing_or_damaged_is_run(tmp_path: Path, kind: str, place: int, num_cached: int):
     """The frames of the last two pages are needed. Without one of them the request begins where all frames of a window are there."""
     expected = filled(MIXED, tmp_path, 0)
     path = files(tmp_path)[frame_key(keys(0)[place])]

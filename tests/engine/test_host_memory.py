@@ -270,6 +270,18 @@ def test_what_was_copied_ahead_is_found_on_the_device(monkeypatch):
     assert state.stats.loaded_tokens == 0 and state.stats.offloaded_tokens == 24
 
 
+def test_pages_that_were_copied_ahead_are_written_to_the_disk(tmp_path):
+    state = engine(kv_dir=tmp_path, kv_dir_gib=1)
+    state, expected = reply(state, prompt(0))
+    disk = runtime_of(state).disk
+    assert disk is not None
+    disk.drain()
+    assert state.stats.offloaded_tokens == 24 and len(disk.folder) == 6
+    again = engine(kv_dir=tmp_path, kv_dir_gib=1)
+    again, output = reply(again, prompt(0))
+    assert output.token_ids == expected.token_ids and output.num_cached_tokens == 20
+
+
 def test_at_most_half_of_host_memory_is_used_ahead():
     state = engine(host_kv_gib=10.5 * bytes_per_page(MODEL.config, page_size=4, dtype=MODEL.dtype) / 2**30, num_pages=32)
     for seed in range(4):

@@ -17,6 +17,8 @@ from nanovllm.testing.models import random_model, tiny_config
 from nanovllm.testing.shadows.late_disk import LateDiskTier
 from nanovllm.testing.shadows.worlds import drain
 
+pytestmark = pytest.mark.usefixtures("nothing_ahead")
+
 SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
 MODEL = random_model(tiny_config(**SIZES))
 GREEDY = nv.SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
