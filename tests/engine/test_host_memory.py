@@ -154,20 +154,24 @@ def test_the_last_page_of_a_preempted_request_is_kept_with_the_tokens_that_it_ha
     assert host is not None and key_of(tokens) in host.by_key and key_of(tokens[:-1]) not in host.by_key
 
 
+def fails_late(state: EngineState, name: str, monkeypatch) -> None:
+    """Let a method of host memory fail after it has begun its copies."""
+    real = getattr(runtime_of(state).host, name)
+
+    def failing(kv, moves):
+        real(kv, moves)
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(runtime_of(state).host, name, failing)
+
+
 def test_a_failed_copy_leaves_the_old_state_usable(monkeypatch):
     state = engine()
     state, expected = reply(state, prompt(0))
     state, _ = reply(state, prompt(1))
     state, rid = submit(MODEL, state, prompt(0), GREEDY)
-    memory, content = runtime_of(state).host, freeze(state.pool)
-    assert memory is not None
-    move = memory.move
-
-    def failing(kv, moves):
-        move(kv, moves)
-        raise RuntimeError("planted")
-
-    monkeypatch.setattr(memory, "move", failing)
+    content = freeze(state.pool)
+    fails_late(state, "move", monkeypatch)
     with pytest.raises(RuntimeError, match="planted"):
         step(MODEL, state)
     assert freeze(state.pool) == content
@@ -295,15 +299,7 @@ def test_a_failed_copy_ahead_leaves_the_old_state_usable(monkeypatch):
     state = engine()
     state, expected = reply(state, prompt(0))
     state, rid = submit(MODEL, state, prompt(1), GREEDY)
-    memory = runtime_of(state).host
-    assert memory is not None
-    move_ahead = memory.move_ahead
-
-    def failing(kv, moves):
-        move_ahead(kv, moves)
-        raise RuntimeError("planted")
-
-    monkeypatch.setattr(memory, "move_ahead", failing)
+    fails_late(state, "move_ahead", monkeypatch)
     with pytest.raises(RuntimeError, match="planted"):
         while state.running or state.waiting:
             content = freeze(state.pool)

@@ -358,11 +358,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *bugs(
         "state/prefix_cache.py",
         ("tests/state/test_kept_ahead.py",),
-        (
-            "a group is looked at from its second page on",
-            "done = int(np.flatnonzero(group == page)[-1:].sum()) + 1 if page in group else 0",
-            "done = 1",
-        ),
+        ("the rest of a group is looked at from its beginning", "group[at.item() + 1 :]", "group"),
     ),
     *bugs(
         "state/pool.py",

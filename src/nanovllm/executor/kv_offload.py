@@ -25,13 +25,14 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
 from immutables import Map
 
 from nanovllm.errors import OutOfPagesError
+from nanovllm.executor.copy_streams import Copies, CopiesAtOnce, CopyStream
 from nanovllm.ops.kv_cache.fp8 import as_bytes
 from nanovllm.ops.kv_cache.page_images import gather_pages, scatter_pages
 from nanovllm.state.kv_cache import KVState
@@ -40,113 +41,6 @@ from nanovllm.types import Tensor
 
 STAGE_BYTES = 64 << 20  # of one stage
 NUM_STAGES = 5  # two for copies out, two for copies in, one for copies ahead
-
-
-@runtime_checkable
-class Copies(Protocol):
-    """A stream of copies beside the engine's stream. A *mark* is a point in one stream that another can wait for."""
-
-    def run(self, copy: Callable[[], None]) -> None:
-        """Add a copy to the stream."""
-        ...
-
-    def mark(self) -> Any:
-        """The point after all copies so far."""
-        ...
-
-    def engine_mark(self) -> Any:
-        """The point after all that the engine's stream was given so far."""
-        ...
-
-    def hold(self, mark: Any) -> None:
-        """Let later copies wait for a mark of the engine's stream, or of another stream of copies."""
-        ...
-
-    def hold_engine(self, mark: Any) -> None:
-        """Let later work of the engine's stream wait for a mark of this stream."""
-        ...
-
-    def synchronize(self) -> None:
-        """Let the host wait for all copies."""
-        ...
-
-    def wait(self, mark: Any) -> None:
-        """Let the calling thread wait for a mark of this stream."""
-        ...
-
-    def passed(self, mark: Any) -> bool:
-        """Whether all copies before a mark of this stream have ended."""
-        ...
-
-
-class CopiesAtOnce:
-    """Copies of a CPU, which have ended when they return."""
-
-    def run(self, copy: Callable[[], None]) -> None:
-        """Copy."""
-        copy()
-
-    def mark(self) -> None:
-        """Nothing to wait for."""
-
-    def engine_mark(self) -> None:
-        """Nothing to wait for."""
-
-    def hold(self, mark: None) -> None:
-        """Wait for nothing."""
-
-    def hold_engine(self, mark: None) -> None:
-        """Wait for nothing."""
-
-    def synchronize(self) -> None:
-        """Wait for nothing."""
-
-    def wait(self, mark: None) -> None:
-        """Wait for nothing."""
-
-    def passed(self, mark: None) -> bool:
-        """All copies have ended."""
-        return True
-
-
-class CopyStream:
-    """A CUDA stream of copies. The engine's stream is the one that is current when a method is called."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-
-    def run(self, copy: Callable[[], None]) -> None:
-        """Add a copy to the stream."""
-        with torch.cuda.stream(self._stream):
-            copy()
-
-    def mark(self) -> Any:
-        """The point after all copies so far."""
-        return self._stream.record_event()
-
-    def engine_mark(self) -> Any:
-        """The point after all that the engine's stream was given so far."""
-        return torch.cuda.current_stream(self._stream.device).record_event()
-
-    def hold(self, mark: Any) -> None:
-        """Let later copies wait for a mark of the engine's stream, or of another stream of copies."""
-        self._stream.wait_event(mark)
-
-    def hold_engine(self, mark: Any) -> None:
-        """Let later work of the engine's stream wait for a mark of this stream."""
-        torch.cuda.current_stream(self._stream.device).wait_event(mark)
-
-    def synchronize(self) -> None:
-        """Let the host wait for all copies."""
-        self._stream.synchronize()
-
-    def wait(self, mark: Any) -> None:
-        """Let the calling thread wait for a mark of this stream."""
-        mark.synchronize()
-
-    def passed(self, mark: Any) -> bool:
-        """Whether all copies before a mark of this stream have ended."""
-        return mark.query()
 
 
 @dataclass(slots=True, eq=False)
@@ -168,15 +62,15 @@ class Ahead:
 
     Attributes:
         place: The place of the KV pool.
-        pages: The pages, int32.
-        held: The host pages that get their KV, int32.
+        pages: The pages.
+        held: The host pages that get their KV.
         gathered: The mark after which the pages may be written.
         ended: The mark after which the host pages may be read and written.
     """
 
     place: int
-    pages: np.ndarray
-    held: np.ndarray
+    pages: tuple[int, ...]
+    held: tuple[int, ...]
     gathered: Any
     ended: Any
 
@@ -296,18 +190,18 @@ class HostMemory:
         copies.run(lambda: gather_pages(pool, _ids(pages, pool.device, self._ids_aside), images))
         gathered = copies.mark()
         copies.run(lambda: _copy(images, memory, held, out=True))
-        return Ahead(place, np.array(pages, np.int32), np.array(held, np.int32), gathered, copies.mark())
+        return Ahead(place, tuple(pages), tuple(held), gathered, copies.mark())
 
     def _hold_for_ahead(self, copies: Copies, *held: Collection[int]) -> None:
         """Let copies wait until copies ahead have written the host pages that they read or write in each KV pool."""
         for each in reversed(self._ahead):
-            if np.isin(each.held, np.array([*held[each.place]], np.int32)).any():
+            if any(at in held[each.place] for at in each.held):
                 copies.hold(each.ended)
                 return
 
     def _gathers(self, place: int) -> dict[int, int]:
         """For each page of a KV pool that is copied ahead the place of these copies among all."""
-        return {page: at for at, each in enumerate(self._ahead) if each.place == place for page in each.pages.tolist()}
+        return {page: at for at, each in enumerate(self._ahead) if each.place == place for page in each.pages}
 
     def _let_write(self, pages: Iterable[int], gathers: Mapping[int, int]) -> None:
         """Let the engine's stream wait until pages are gathered that are copied ahead; `gathers` is that of their pool."""

@@ -284,7 +284,7 @@ def idle_from(index: PrefixIndex, start: tuple[int, int], due: int, most: int) -
         index: The index.
         start: The place: a time, and the last page before it of the group of this time, or -1. If the group has lost the page, the place is
             its beginning.
-        due: The number of pages that count as the first ones. Of a group that is partly among them all pages are.
+        due: The number of pages that count as the first ones. Of a group that is partly among them, more pages may be returned.
         most: The largest number of pages to return.
 
     Returns:
@@ -293,16 +293,17 @@ def idle_from(index: PrefixIndex, start: tuple[int, int], due: int, most: int) -
     since, parts, count, (time, page) = index.idle_since.copy(), [NO_PAGES], 0, start
     before = int(np.count_nonzero((since >= 0) & (since < time)))
     group = index.idle.get(time, NO_PAGES)
-    done = int(np.flatnonzero(group == page)[-1:].sum()) + 1 if page in group else 0
-    before, group = before + done, group[done:]
-    while time < index.now and before + count < due:
+    if len(at := np.flatnonzero(group == page)):
+        before, group = before + at.item() + 1, group[at.item() + 1 :]
+    while time < index.now and before + count < due and count < most:
         parts.append(group[: most - count])
-        count, group = count + len(parts[-1]), group[most - count :]
-        if len(group):
-            return np.concatenate(parts), (time, parts[-1].item(-1) if len(parts[-1]) else page), True
-        time, page = time + 1, -1
-        group = index.idle.get(time, NO_PAGES)
-    return np.concatenate(parts), (time, page), False
+        count += len(parts[-1])
+        if len(parts[-1]) < len(group):
+            page = parts[-1].item(-1)  # `most` ends the loop
+        else:
+            time, page = time + 1, -1
+            group = index.idle.get(time, NO_PAGES)
+    return np.concatenate(parts), (time, page), time < index.now and before + count < due
 
 
 def set_busy(index: PrefixIndex, pages: np.ndarray) -> PrefixIndex:

@@ -65,6 +65,7 @@ MOST_FILES = 32  # chunks that are being saved or loaded
 MOST_LOOKS = 32  # lists and deletions of chunk files
 MOST_COMPILED = 256  # requests whose grammars are being compiled
 MOST_KNOWN = 64  # sampling options, and grammars, that are kept for further requests
+MOST_USED = 256  # names of chunks that requests have begun with, before they are noted in the folder
 LOOK_SECONDS = 1.0  # between two looks at the other ranks of an engine that has nothing to do
 IDLE_SECONDS = 0.05  # without requests, after which KV and chunks are written to the disk, and between two pieces of them
 FLUSHED = 16 << 20  # bytes of a piece
@@ -127,9 +128,8 @@ class EngineLoop:
         self._rest = None if self._mirror is None else LOOK_SECONDS  # for which it may sleep while there is nothing to do
         self._on_disk = runtime_of(state).disk is not None  # whether KV and named chunks are written when there is nothing to do
         self._unwritten, self._asked_to_save = self._on_disk, set[tuple[str, str, int]]()
-        self._used: dict[
-            tuple[str, str], None
-        ] = {}  # names of chunks that requests began with, the last used last; not noted in the folder
+        # Names of chunks that requests have begun with since the last note in the folder, the one used last at the end.
+        self._used = dict[tuple[str, str], None]()
 
     def load_chunks(self, *, again: bool) -> None:
         """Make the chunk folder ready, and, if the engine is started `again` or chunks are kept, take pages for the chunks that the one
@@ -446,6 +446,8 @@ class EngineLoop:
         for name in dict.fromkeys(name for each in names for name in each):
             self._used.pop((message.space, name), None)
             self._used[message.space, name] = None
+        if len(self._used) > MOST_USED:
+            self._note_used()
         now = time.perf_counter()
         for request_id, number, length, total in zip(ids, message.ids, lengths, totals, strict=True):
             own = Owner(peer, number, message.streamed, length, keep, Timeline(now, total), message.namespace)
