@@ -356,11 +356,6 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a call never continues", "behind=more", "behind=False"),
     ),
     *bugs(
-        "state/prefix_cache.py",
-        ("tests/state/test_kept_ahead.py",),
-        ("the rest of a group is looked at from its beginning", "group[at.item() + 1 :]", "group"),
-    ),
-    *bugs(
         "state/pool.py",
         ("tests/state/test_kept_ahead.py",),
         ("pages kept later count as kept", "(since >= pool.host.ahead[0])", "(since > pool.host.ahead[0])"),
