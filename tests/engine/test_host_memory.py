@@ -158,8 +158,8 @@ def fails_late(state: EngineState, name: str, monkeypatch) -> None:
     """Let a method of host memory fail after it has begun its copies."""
     real = getattr(runtime_of(state).host, name)
 
-    def failing(kv, moves):
-        real(kv, moves)
+    def failing(*given):
+        real(*given)
         raise RuntimeError("planted")
 
     monkeypatch.setattr(runtime_of(state).host, name, failing)
@@ -240,7 +240,7 @@ def planned_copies(state: EngineState, monkeypatch) -> list[int]:
     memory, counts = runtime_of(state).host, []
     assert memory is not None
     move = memory.move
-    monkeypatch.setattr(memory, "move", lambda kv, moves: counts.append(len(moves.out)) or move(kv, moves))
+    monkeypatch.setattr(memory, "move", lambda kv, moves, *more: counts.append(len(moves.out)) or move(kv, moves, *more))
     return counts
 
 

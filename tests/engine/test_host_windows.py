@@ -203,9 +203,9 @@ def test_a_failed_copy_leaves_the_old_state_usable(monkeypatch, nothing_ahead):
     assert memory is not None
     move = memory.move
 
-    def failing(kv, moves):
+    def failing(kv, moves, *more):
         assert moves.frames_into and moves.frames_out
-        move(kv, moves)
+        move(kv, moves, *more)
         raise RuntimeError("planted")
 
     monkeypatch.setattr(memory, "move", failing)

@@ -8,7 +8,7 @@ from immutables import Map
 
 from nanovllm.errors import OutOfPagesError
 from nanovllm.executor import kv_offload
-from nanovllm.executor.kv_offload import HostMemory
+from nanovllm.executor.kv_offload import HostMemory, Landing
 from nanovllm.state.kv_cache import KVState
 from nanovllm.state.offload import Moves
 from nanovllm.testing.shadows.late_copies import LateCopies
@@ -25,6 +25,7 @@ def random_pages() -> torch.Tensor:
 @given(
     stage=st.integers(1, 4),
     late=st.booleans(),
+    lands=st.booleans(),
     rounds=st.lists(
         st.tuples(
             st.lists(st.tuples(st.integers(0, HOST - 1), st.integers(0, PAGES - 1)), max_size=6),
@@ -33,8 +34,8 @@ def random_pages() -> torch.Tensor:
         max_size=5,
     ),
 )
-def test_every_page_gets_the_bits_that_its_host_page_was_given(stage, late, rounds):
-    """Each round copies out, then in, and then all pages are written, as the next step would do."""
+def test_every_page_gets_the_bits_that_its_host_page_was_given(stage, late, lands, rounds):
+    """Each round copies out, then in, and then all pages are written, as the next step would do. With `lands`, the last pages come late."""
     pool = random_pages()
     memory = HostMemory(KVState(pools=(pool,)), HOST, LateCopies if late else None, stage_bytes=stage * PAGE_BYTES)
     held: dict[int, torch.Tensor] = {}
@@ -42,7 +43,11 @@ def test_every_page_gets_the_bits_that_its_host_page_was_given(stage, late, roun
         for at, page in dict(out).items():
             held[at] = pool[:, page].clone()
         there = tuple((at, page) for at, page in into if at in held)
-        memory.move(KVState(pools=(pool,)), Moves(out=Map(dict(out)), into=there))
+        landing = Landing() if lands else None
+        memory.move(KVState(pools=(pool,)), Moves(out=Map(dict(out)), into=there), landing)
+        if landing is not None:
+            assert len(landing.left) == min(2, -(-len(there) // stage))
+            landing.land()
         for at, page in there:
             assert torch.equal(pool[:, page], held[at])
         pool.copy_(random_pages())

@@ -101,7 +101,7 @@ def test_the_next_prompt_evicts_nothing_that_is_not_in_host_memory() -> None:
     assert memory is not None and host is not None
     llm.state = replace(llm.state, pool=replace(llm.state.pool, host=replace(host, rates=ALWAYS)))
     move = memory.move
-    memory.move = lambda kv, moves: moved.append(len(moves.out)) or move(kv, moves)  # type: ignore[method-assign]
+    memory.move = lambda kv, moves, *more: moved.append(len(moves.out)) or move(kv, moves, *more)  # type: ignore[method-assign]
     for _ in range(4):
         for prompt, want in zip(prompts, wanted, strict=True):
             (output,) = llm.generate([prompt], short)
@@ -137,6 +137,51 @@ def test_replies_are_those_of_an_engine_that_loads_nothing(kv_dtype: str | None)
         nv.check(llm.state)
         assert round_ == 0 or llm.state.stats.loaded_tokens > 0
     assert cached > 3 * 4 * 200
+
+
+@pytest.mark.parametrize("per_step", [1, 3])
+@pytest.mark.parametrize("kv_dtype", [None, "fp8"])
+def test_prompts_are_loaded_beside_replies_that_go_on(kv_dtype: str | None, per_step: int) -> None:
+    """Four replies go on, and get a token in each step that loads a prompt; all replies are those of an engine that loads nothing."""
+    model, limits = small_model(), {**LIMITS, "kv_dtype": kv_dtype}
+    prompts, going = random_prompts(model, 300, 310, 290, 305), random_prompts(model, 20, 30, 25, 35)
+    short, long = replace(GREEDY, max_tokens=4), replace(GREEDY, max_tokens=120)
+    plain = nv.LLM(model, **{**limits, "num_pages": 600})
+    wanted = [plain.generate([prompt], short)[0].token_ids for prompt in prompts]
+    wanted_long = [output.token_ids for output in plain.generate(going, long)]
+    state = nv.init_state(model, **{**limits, "num_pages": 80, "max_num_seqs": 8}, host_kv_gib=0.05)
+    host = state.pool.host
+    assert host is not None and 0 < host.rates.step_seconds < 1
+    rates = replace(ALWAYS, step_seconds=per_step * host.page_bytes / ALWAYS.bytes_per_second)
+    state = replace(state, pool=replace(state.pool, host=replace(host, rates=rates)))
+    for prompt in prompts:
+        state, _ = nv.submit(model, state, prompt, short)
+        while state.running or state.waiting:
+            state, _ = nv.step(model, state)
+    asked: dict[int, int] = {}
+    for place, prompt in enumerate(going):
+        state, rid = nv.submit(model, state, prompt, long)
+        asked[rid] = -1 - place
+    for _ in range(6):
+        state, _ = nv.step(model, state)
+    for place, prompt in enumerate(prompts):
+        state, rid = nv.submit(model, state, prompt, short)
+        asked[rid] = place
+    done, loading = dict[int, nv.RequestOutput](), 0
+    while state.running or state.waiting:
+        before = state
+        state, outputs = nv.step(model, state)
+        if state.stats.loaded_tokens > before.stats.loaded_tokens and not done:
+            loading += 1
+            assert {one.request_id for one in outputs} >= {rid for rid, place in asked.items() if place < 0}
+        done |= {one.request_id: one.output for one in outputs if one.output is not None}
+    nv.check(state)
+    assert loading > 3 and state.stats.loaded_tokens > 200
+    for rid, place in asked.items():
+        if place < 0:
+            require_same(model, going[-1 - place], done[rid].token_ids, wanted_long[-1 - place], limits)
+        else:
+            require_same(model, prompts[place], done[rid].token_ids, wanted[place], limits)
 
 
 def test_what_is_in_host_memory_is_what_a_prefill_writes() -> None:

@@ -178,7 +178,7 @@ def admit(draft: Draft, room: PromptRoom) -> tuple[Sequence, int] | None:
     sequence = gone_on(draft, sequence)
     at = bisect(draft.running, turn_of(sequence), key=turn_of)
     draft.running.insert(at, sequence)
-    count = fitting(draft, sequence, room)
+    count = 0 if sequence.loading else fitting(draft, sequence, room)
     length = sequence.num_filled + count
     alone, missing = len(draft.running) == 1, missing_pages(sequence, length, draft.config.page_size)
     if alone and not (draft.stranded or draft.reading):  # which soon give up the pages that they share with others

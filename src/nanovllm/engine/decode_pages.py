@@ -64,7 +64,7 @@ def look_ahead(draft: Draft) -> bool:
     for sequence in draft.running:
         length = min(sequence.request.max_len, sequence.num_filled + 1 + LOOKAHEAD)
         missing = missing_pages(sequence, length, size)
-        if 0 < missing <= spare and sequence.todo == 1:
+        if 0 < missing <= spare and sequence.todo == 1 and not sequence.loading:
             wanted[id_of(sequence)], spare = missing, spare - missing
     return draft.give(wanted)
 

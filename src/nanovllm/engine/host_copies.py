@@ -3,7 +3,12 @@
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
+import numpy as np
+
+from nanovllm.engine.draft import id_of
+from nanovllm.engine.plan import Plan
 from nanovllm.executor.executor import runtime_of
+from nanovllm.executor.kv_offload import Landing
 from nanovllm.state import offload
 from nanovllm.state.disk_pages import lasting
 from nanovllm.state.engine_state import EngineState
@@ -18,7 +23,10 @@ MOST = 32  # of a step that runs no prompt; one that does copies two more for ea
 MOST_IDLE = 1024  # of a step after which no request is left
 
 
-def copied(state: EngineState, moves: Moves | None, taken: Taken, host: HostPages | None, pages: Seq[int], frames: Seq[int]) -> EngineState:
+def copied(
+    state: EngineState, moves: Moves | None, taken: Taken, host: HostPages | None, pages: Seq[int], frames: Seq[int],
+    landing: Landing | None = None,
+) -> EngineState:  # fmt: skip
     """Donates the KV. Make the copies of a plan, and count them. What can be found in host memory then is written to the disk later.
 
     Args:
@@ -28,10 +36,13 @@ def copied(state: EngineState, moves: Moves | None, taken: Taken, host: HostPage
         host: The host pages after the plan.
         pages: The pages that may be written afterwards.
         frames: The frames that may be.
+        landing: Gets pages that are copied in, to be scattered later; see `HostMemory.move`.
     """
     if (memory := runtime_of(state).host) is None:
         return state
-    state, alone = _made(state, moves, taken, host) if moves else state, state.pool.frames is not None and state.pool.frames.alone
+    if moves:
+        state = _made(state, moves, taken, host, landing=landing)
+    alone = state.pool.frames is not None and state.pool.frames.alone
     memory.let_write(*((frames,) if alone else (pages, frames)))
     return state
 
@@ -58,14 +69,31 @@ def copied_ahead(before: EngineState, state: EngineState, taken: Taken) -> Engin
     return _made(state, moves, taken, pool.host, ahead=True) if moves else state
 
 
-def _made(state: EngineState, moves: Moves, taken: Taken, host: HostPages | None, *, ahead: bool = False) -> EngineState:
+def may_land_late(state: EngineState, plan: Plan) -> bool:
+    """Whether the pages that a step copies in may be scattered after its work: replies go on in it, and nothing in it reads or writes them.
+
+    A sequence that decoded in the last step has all its pages. A page that was loaded for a sequence which then gave up its pages may
+    belong to another one already.
+    """
+    moves, pool = plan.moves, plan.pool
+    if not moves or not moves.into or not plan.decode or plan.num_preempted or plan.stuck or plan.copies or pool.frames is not None:
+        return False
+    if state.loaded is None or not {id_of(s) for s in plan.decode}.issubset(state.loaded[0]):
+        return False
+    pages = np.array([page for _, page in moves.into], np.int32)
+    return not any(np.isin(s.pages.array(), pages).any() for s, _ in plan.prefill)
+
+
+def _made(
+    state: EngineState, moves: Moves, taken: Taken, host: HostPages | None, *, ahead: bool = False, landing: Landing | None = None
+) -> EngineState:
     taken.host_pages.extend(moves.out)  # a bare page whose frame is written stays what it was before: without its frame
     memory, disk = runtime_of(state).host, runtime_of(state).disk
     assert memory is not None and host is not None
     written = {*moves.out, *moves.frames_out}
     if disk is not None:
         disk.overwriting(written)
-    kv = memory.move_ahead(state.kv, moves) if ahead else memory.move(state.kv, moves)
+    kv = memory.move_ahead(state.kv, moves) if ahead else memory.move(state.kv, moves, landing)
     if disk is not None:
         disk.keep(lasting(host, written))
     size, into = state.config.page_size, len(moves.reads)

@@ -12,12 +12,12 @@ import torch
 from immutables import Map
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.prefill_rate import tokens_per_second
+from nanovllm.engine.prefill_rate import seconds_of_step, tokens_per_second
 from nanovllm.errors import InvalidRequestError, OutOfPagesError
 from nanovllm.executor.device_memory import room
 from nanovllm.executor.distributed import agreed, least
 from nanovllm.executor.executor import Executor
-from nanovllm.executor.kv_offload import NUM_STAGES, STAGE_BYTES, HostMemory
+from nanovllm.executor.kv_offload import LANDING_BYTES, NUM_STAGES, STAGE_BYTES, HostMemory
 from nanovllm.models.model import Model
 from nanovllm.state.kv_cache import KVState, bytes_by_group, bytes_per_page, stored_dtype
 from nanovllm.state.offload import HostPages, Moves, Rates, init_host
@@ -100,7 +100,9 @@ def add_host_memory(
         _synchronize(model.device)
         took = min(took, time.perf_counter() - start)
     copied = agreed(model.config.mesh, count * page / max(took, 1e-9))
-    return memory, init_host(num_host_pages, page, Rates(tokens_per_second=tokens, bytes_per_second=copied), frame), kv
+    step, kv = seconds_of_step(model, limits, executor, kv, pool)
+    rates = Rates(tokens_per_second=tokens, bytes_per_second=copied, step_seconds=min(step, LANDING_BYTES / copied))
+    return memory, init_host(num_host_pages, page, rates, frame), kv
 
 
 def _on_all_ranks(model: Model, kv: KVState, num_host_pages: int) -> HostMemory:

@@ -2,6 +2,9 @@
 
 The prefix index keeps the full pages of a preempted request as long as it can. Its last page, which is partly filled, goes to host memory
 at once, so that no token runs again.
+
+While replies go on, a step copies no more than is copied beside it, and the sequence goes on in the next step (`load_more`). It runs when
+all its pages are there. So the replies do not wait for the copies.
 """
 
 from collections.abc import Sequence as Seq
@@ -34,6 +37,7 @@ def load(draft: Draft, sequence: Sequence, num_matched: int) -> Sequence:
     Returns:
         The sequence with more tokens filled; the same one if host memory has none of them, or if running them is faster.
     """
+    goes_on, sequence = sequence.loading, replace(sequence, loading=False) if sequence.loading else sequence
     pool, size = draft.pool, draft.config.page_size
     held, host = sequence.num_filled // size, pool.host
     if host is None or not len(host.by_key) or num_matched > held:
@@ -43,14 +47,18 @@ def load(draft: Draft, sequence: Sequence, num_matched: int) -> Sequence:
     if pool.frames is not None and (sequence.num_filled % size or sequence.pages.length != held):
         return sequence
     tokens, namespace = sequence.tokens.array(), sequence.request.namespace
-    shared, found, filled = _longest(pool, host, sequence, held)
+    room = None if draft.load_room is None or pool.frames is not None else max(1, draft.load_room)
+    shared, found, filled = _longest(pool, host, sequence, held, room if goes_on else None)
     num_tokens = min(filled, len(tokens) - 1) - sequence.num_filled  # the last token runs in any case
     retired = retired_at(pool, sequence, filled)
     behind = max(0, retired - held)  # pages after those of the sequence whose frames it does not need
     what = copied(pool, shared, len(found), behind)
     num_bytes = len(what.pages) * (host.page_bytes - host.frame_bytes) + len(what.frames) * host.frame_bytes
-    if not offload.worth_loading(num_tokens, num_bytes, host.rates):
+    if num_tokens <= 0 or not (goes_on or offload.worth_loading(num_tokens, num_bytes, host.rates)):
         return sequence
+    if room is not None and room < len(found):
+        pool = replace(pool, host=offload.needed_soon(host, found[room:]))
+        found, filled = found[:room], (held + room) * size
     done = bring_in(pool, shared, found, behind)
     if done is None:
         return sequence
@@ -61,7 +69,10 @@ def load(draft: Draft, sequence: Sequence, num_matched: int) -> Sequence:
     longer = replace(sequence.with_pages(pages, filled), retired=retired)
     pool = pools.release(pool, sequence.pages.array(held))
     draft.pool = pools.insert(pool, tokens[: longer.num_filled], longer.pages.array(), namespace)
-    return longer
+    if room is None:
+        return longer
+    draft.load_room = max(0, room - len(found))
+    return replace(longer, loading=True)
 
 
 def retired_at(pool: Pool, sequence: Sequence, num_filled: int) -> int:
@@ -71,18 +82,18 @@ def retired_at(pool: Pool, sequence: Sequence, num_filled: int) -> int:
     return max(sequence.retired, num_retired(num_filled, sequence.tokens.length, pool.frames.window, pool.prefix.page_size))
 
 
-def _longest(pool: Pool, host: HostPages, sequence: Sequence, held: int) -> tuple[np.ndarray, list[int], int]:
+def _longest(pool: Pool, host: HostPages, sequence: Sequence, held: int, most_found: int | None) -> tuple[np.ndarray, list[int], int]:
     """The longest beginning of a sequence, after its first `held` pages, that is on the device and in host memory.
 
     Where the index has a page, only its frame may be missing on the device. All frames that the sequence needs after this beginning are on
-    the device or in host memory.
+    the device or in host memory. It looks for at most `most_found` pages.
 
     Returns:
         Pages of the index, the host pages of these (-1: none) and of those after them, and how many tokens they fill.
     """
     tokens, namespace, size, frames = sequence.tokens.array(), sequence.request.namespace, pool.prefix.page_size, pool.frames
     indexed = pools.match(pool, tokens, namespace)[held:] if frames is not None else NO_PAGES
-    found = offload.find(host, tokens, held, size, namespace, len(indexed))
+    found = offload.find(host, tokens, held, size, namespace, len(indexed), most_found)
     have = np.array([at >= 0 and at not in host.bare for at in found], np.bool_)
     count = len(found)
     if frames is not None and count:

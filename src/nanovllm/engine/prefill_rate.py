@@ -102,6 +102,21 @@ def tokens_per_second(
     return 1e3 * count / took, kv
 
 
+@torch.no_grad()
+def seconds_of_step(model: Model, limits: EngineConfig, executor: Executor, kv: KVState, pool: Pool) -> tuple[float, KVState]:
+    """Donates `kv`. The seconds of a step for one token, which a decode step of one sequence takes, and the KV memory.
+
+    What is written is in free pages. If the pool has too few, or the device too little memory, it is infinity.
+    """
+    if min(limits.max_model_len, pool.num_available * limits.page_size) < 2:
+        return math.inf, kv
+    try:
+        took, kv = _milliseconds(model, executor, kv, pool, 0, 1)
+    except torch.OutOfMemoryError:
+        return math.inf, kv
+    return took / 1e3, kv
+
+
 def _doubling(took: float, longer: float, context: int) -> int:
     """The tokens of context with which a token takes twice as long as without, given the times of a piece without and with a context."""
     return FAINT if longer <= took else min(FAINT, max(1, math.ceil(context * took / (longer - took))))

@@ -19,6 +19,13 @@ def reusable(draft: Draft, sequence: Sequence) -> tuple[np.ndarray, int]:
     return draft.found[2]
 
 
+def load_more(draft: Draft) -> None:
+    """Let the sequences go on whose pages are being copied in. Without replies that go on, the rest is copied at once."""
+    for at, sequence in enumerate(draft.running):
+        if sequence.loading:
+            draft.running[at] = gone_on(draft, sequence)
+
+
 def gone_on(draft: Draft, sequence: Sequence) -> Sequence:
     """The sequence over pages of the index if they save more than its own, and over pages of host memory after them; counts its tokens.
 

@@ -18,6 +18,7 @@ from nanovllm.engine.meeting import jump
 from nanovllm.engine.plan import Plan
 from nanovllm.engine.prompt_pages import offer, place_prefill
 from nanovllm.engine.prompt_room import PromptRoom
+from nanovllm.engine.reuse import load_more
 from nanovllm.state.expected_reply import EXPECTED_REPLY
 from nanovllm.state.kv_cache import pages_for
 from nanovllm.state.pool import Pool
@@ -49,12 +50,15 @@ def schedule(
     draft = Draft(pool, list(running), waiting, config, expected_reply)
     draft.retire()
     set_reading_apart(draft)
+    if pool.host is not None and decoding_rows(draft):
+        draft.load_room = pool.host.loaded_per_step
+    load_more(draft)
     jump(draft)
     decoding = decoding_rows(draft)
     room = PromptRoom.of(config, len(decoding))
     chosen = place_decode(draft, decoding) if decoding else set[int]()
     prefill: dict[int, int] = {}
-    prompts = [s for s in draft.running if s.todo > 1]
+    prompts = [s for s in draft.running if s.todo > 1 and not s.loading]
     for place, sequence in enumerate(prompts):
         if not room:
             break
@@ -71,6 +75,8 @@ def schedule(
         if admitted is None:
             break
         sequence, count = admitted
+        if sequence.loading:
+            continue
         if sequence.todo <= 1:
             chosen.add(id_of(sequence))
         else:
@@ -103,7 +109,7 @@ def steady(
     early = EARLY if may_grow_early(draft) else 0
     for s in running:
         request, left = s.request, room_of(s, size) - early
-        if s.todo != 1 or s.num_filled < max(request.num_prompt, s.most_filled):
+        if s.todo != 1 or s.loading or s.num_filled < max(request.num_prompt, s.most_filled):
             return None
         if request.process_logits is not None and request.process_logits.init is not None:
             return None
@@ -128,7 +134,7 @@ def decoding_rows(draft: Draft) -> list[Sequence]:
     most = draft.config.max_num_batched_tokens
     if draft.running and draft.running[0].todo > 1:
         most -= 1
-    return [s for s in draft.running if s.todo <= 1][:most]
+    return [s for s in draft.running if s.todo <= 1 and not s.loading][:most]
 
 
 def must_share(draft: Draft, sequence: Sequence, behind: Seq[Sequence], room: PromptRoom) -> bool:

@@ -18,13 +18,14 @@ from nanovllm.engine.constrained import Constrained, constrained
 from nanovllm.engine.disk_pages import look_ahead
 from nanovllm.engine.donation import commit_state, enter_with, guarded
 from nanovllm.engine.failures import Attempt, draw, ended, last_output, out_of_pages, outside, recovered, relaxed, step_limits, unsearchable
-from nanovllm.engine.host_copies import copied, copied_ahead
+from nanovllm.engine.host_copies import copied, copied_ahead, may_land_late
 from nanovllm.engine.mirrored import mirrored, require_alike
 from nanovllm.engine.output import counted, finish_reason, row_scores, scan_steady
 from nanovllm.engine.plan import Plan
 from nanovllm.engine.scheduler import schedule, steady
 from nanovllm.errors import NanoVLLMError
 from nanovllm.executor.executor import Drawn, executor_of, runtime_of
+from nanovllm.executor.kv_offload import Landing
 from nanovllm.models.model import Model
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.expected_reply import after_preemptions, after_reply
@@ -114,7 +115,8 @@ def _attempted(model: Model, state: EngineState, taken: Taken, attempt: Attempt)
     attempt.plan = plan
     taken.pages.extend(plan.allocated)
     taken.frames.extend(plan.frames)
-    state = copied(state, plan.moves, taken, plan.pool.host, plan.allocated, plan.frames)
+    landing = Landing() if may_land_late(state, plan) else None
+    state = copied(state, plan.moves, taken, plan.pool.host, plan.allocated, plan.frames, landing)
     kv = copy_pages(state.kv, plan.copies, plan.frame_copies)
     # A carry is valid only for the step after its own. After a step without its rows it is stale, even if the same rows return.
     prefilled, loaded, decoded, ends = None, None, None, dict[int, Exception | None]()
@@ -129,6 +131,8 @@ def _attempted(model: Model, state: EngineState, taken: Taken, attempt: Attempt)
         attempt.stage = "decode"
         ids = tuple([s.request.request_id for s in plan.decode])
         loaded, decoded, decoded_ends = _decode(model, state, ids, plan.decode, kv, plan.pool, grew=plan.grew)
+        if landing is not None:
+            landing.land()
         ends |= decoded_ends
         # The device already runs the step, so this work on the host overlaps it.
         known = plan.pool, plan.running, plan.waiting, limits, *_progress(state)

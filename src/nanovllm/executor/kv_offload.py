@@ -11,6 +11,8 @@ order the three streams:
 - Pages that were copied in are scattered only after their copy has ended: the engine's stream waits for the event, and the host does not.
 - A page that is copied out and in is gathered before it is scattered. The copies in are sorted so that they begin while others go out.
 
+Pages that a step copies in but does not read may be scattered after its work (`Landing`): then nothing in it waits for their copies.
+
 Copies *ahead* of an eviction have a third stream, which gathers, too, so that nothing waits for them. A page is written only after it was
 gathered there (`let_write`), and a host page is read or written again only after the copy that writes it.
 
@@ -24,7 +26,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -41,6 +43,7 @@ from nanovllm.types import Tensor
 
 STAGE_BYTES = 64 << 20  # of one stage
 NUM_STAGES = 5  # two for copies out, two for copies in, one for copies ahead
+LANDING_BYTES = 2 * STAGE_BYTES  # that can be on their way while a step runs
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +57,22 @@ class Stage:
         """The first images in the stage, which have the shape of those of `like`."""
         each = like[0].numel() * like.itemsize
         return self.memory[: count * each].view(like.dtype).view(count, *like.shape[1:])
+
+
+@dataclass(slots=True, eq=False)
+class Landing:
+    """Pages whose copies into stages have begun, and which are not scattered yet.
+
+    Attributes:
+        left: Scatters the pages of a stage, in the order of the stages.
+    """
+
+    left: deque[Callable[[], None]] = field(default_factory=deque)
+
+    def land(self) -> None:
+        """Scatter the pages. The engine's stream waits for their copies."""
+        while self.left:
+            self.left.popleft()()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,12 +128,14 @@ class HostMemory:
         self._out, self._into, (self._stage_aside,) = stages[:2], stages[2:4], stages[4:]
         self._ids_aside = torch.empty(max(self._staged), dtype=torch.int32, device=device)  # so that copies ahead need no memory
 
-    def move(self, kv: KVState, moves: Moves) -> KVState:
+    def move(self, kv: KVState, moves: Moves, landing: Landing | None = None) -> KVState:
         """Donates `kv`. Copy pages out and in, on the engine's stream and the streams of copies. The host waits for nothing.
 
         Args:
             kv: The KV memory.
             moves: The copies.
+            landing: Gets the last pages that are copied in, as many as the stages hold. They are there after `Landing.land`, which must
+                come before anything else reads or writes them, and before the next copies. None: all pages are there.
 
         Returns:
             The KV memory, in which pages that were copied out may be written from now on.
@@ -127,7 +148,11 @@ class HostMemory:
         self._hold_for_ahead(self._inward, dict(moves.into), dict(moves.frames_into))
         copies = (moves.out, moves.into), (moves.frames_out, moves.frames_into)
         for place, (pool, (out, into)) in enumerate(zip(kv.pools, copies, strict=False)):
-            self._move(place, pool, out, into)
+            self._move(place, pool, out, into, landed := Landing())
+            if landing is None or place:  # pools share the stages
+                landed.land()
+            else:
+                landing.left = landed.left
         return kv
 
     def move_ahead(self, kv: KVState, moves: Moves) -> KVState:
@@ -212,8 +237,8 @@ class HostMemory:
         while self._ahead and self._aside.passed(self._ahead[0].ended):
             self._ahead.popleft()
 
-    def _move(self, place: int, pool: Tensor, moved_out: Map[int, int], moved_in: Seq[Pair]) -> None:
-        """Copy pages of one KV pool, which has this place among all."""
+    def _move(self, place: int, pool: Tensor, moved_out: Map[int, int], moved_in: Seq[Pair], landing: Landing) -> None:
+        """Copy pages of one KV pool, which has this place among all. `landing` gets the last of those that are copied in."""
         out, stored, size = sorted(moved_out.items()), 0, self._staged[place]  # by host page: neighbours are copied at once
         gathered = {page: count + 1 for count, (_, page) in enumerate(out)}  # how many pages are gathered before a page may be written
         ahead, memory = self._gathers(place), self.images[place]
@@ -227,7 +252,9 @@ class HostMemory:
             if fresh:
                 self._inward.hold(self._outward.mark())
             self._let_write([page for _, page in part], ahead)
-            self._load(pool, memory, part, self._into[turn % len(self._into)])
+            if len(landing.left) == len(self._into):
+                landing.left.popleft()()
+            landing.left.append(self._load(pool, memory, part, self._into[turn % len(self._into)]))
         self._store_until(pool, memory, out, stored, len(out), size)
 
     def _store_until(self, pool: Tensor, memory: Tensor, out: Seq[Pair], stored: int, count: int, size: int) -> int:
@@ -248,15 +275,20 @@ class HostMemory:
         copies.run(lambda: _copy(images, memory, held, out=True))
         stage.free = copies.mark()
 
-    def _load(self, pool: Tensor, memory: Tensor, pairs: Seq[Pair], stage: Stage) -> None:
-        """Copy pages in; `pairs` are (host page, page)."""
+    def _load(self, pool: Tensor, memory: Tensor, pairs: Seq[Pair], stage: Stage) -> Callable[[], None]:
+        """Copy host pages into a stage; `pairs` are (host page, page). Returns what scatters them."""
         held, images, copies = [at for at, _ in pairs], stage.images(memory, len(pairs)), self._inward
         if stage.free is not None:
             copies.hold(stage.free)
         copies.run(lambda: _copy(images, memory, held, out=False))
-        copies.hold_engine(copies.mark())
-        scatter_pages(pool, _ids([page for _, page in pairs], pool.device), images)
-        stage.free = copies.engine_mark()
+        copied = copies.mark()
+
+        def land() -> None:
+            copies.hold_engine(copied)
+            scatter_pages(pool, _ids([page for _, page in pairs], pool.device), images)
+            stage.free = copies.engine_mark()
+
+        return land
 
 
 def _copy(images: Tensor, memory: Tensor, held: Seq[int], *, out: bool) -> None:

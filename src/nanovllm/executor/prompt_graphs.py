@@ -25,6 +25,7 @@ from nanovllm.state.kv_cache import KVState, same_memory
 from nanovllm.types import Float, Tensor
 
 MOST_FLOPS = 4e12  # of a captured step: about 6 ms on an H200, less than it takes to launch the kernels one by one
+QUANTISED = 4  # times as many launches: matrices are dequantised in pieces
 SIZES = (192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072, 3584, 4096)  # tokens
 FEW_ROWS = 8  # prompts of the graphs that waste little on rows without a prompt
 WIDE_SIZES = (512, 768, 1024, 1536, 2048, 3072, 4096)  # of the graphs for as many prompts as the engine runs at once
@@ -47,7 +48,8 @@ def prompt_kinds(model: Model, limits: EngineConfig) -> list[PromptKind]:
     """The kinds that get a graph, ascending."""
     leaves = pytree.tree_leaves(model.params.layers, is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix))
     weights = sum(math.prod(weight.shape) for weight in leaves if isinstance(weight, Tensor | QuantisedMatrix))
-    most = min(limits.max_num_batched_tokens, int(MOST_FLOPS / (2 * weights)))
+    flops = MOST_FLOPS * (QUANTISED if any(isinstance(leaf, QuantisedMatrix) for leaf in leaves) else 1)
+    most = min(limits.max_num_batched_tokens, int(flops / (2 * weights)))
     few, wide = min(FEW_ROWS, limits.max_num_seqs), limits.max_num_seqs
     sizes = [size for size in SIZES if size <= most and limits.max_model_len > 1]
     many = {size for size in sizes if size in WIDE_SIZES or (size == sizes[-1] and size > WIDE_SIZES[0])}

@@ -10,8 +10,10 @@ likely to be evicted soon are kept at the end of a step already (`kept_ahead.py`
 A host page has room for a page and its frame (the KV of layers with a sliding window). It is *bare* if the page had no frame when it left.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import numpy as np
 from immutables import Map
@@ -34,10 +36,12 @@ class Rates:
     Attributes:
         tokens_per_second: Prompt tokens that it runs per second.
         bytes_per_second: Bytes that it copies from host memory per second.
+        step_seconds: Seconds of a decode step in which copies go on beside it. Infinity: pages are copied all at once.
     """
 
     tokens_per_second: float
     bytes_per_second: float
+    step_seconds: float = math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -129,6 +133,12 @@ class HostPages:
         """Whether frames are apart from pages, because some layers have a window and some have none."""
         return 0 < self.frame_bytes < self.page_bytes
 
+    @property
+    def loaded_per_step(self) -> int | None:
+        """The pages that are copied in while a decode step runs: at least one. None: as many as there are."""
+        rates = self.rates
+        return None if rates.step_seconds == math.inf else max(1, int(rates.bytes_per_second * rates.step_seconds) // self.page_bytes)
+
     def bytes_of(self, framed: bool) -> int:
         """The bytes of a page, with or without its frame."""
         return self.page_bytes if framed or not self.apart else self.page_bytes - self.frame_bytes
@@ -163,13 +173,15 @@ def planning(host: HostPages) -> HostPages:
     return replace(host, moves=Moves())
 
 
-def find(host: HostPages, tokens: np.ndarray, start: int, page_size: int, namespace: int = 0, num_held: int = 0) -> list[int]:
-    """The host pages that hold the pages of `tokens` (int32) from page number `start` on, as many as there are in a row.
+def find(
+    host: HostPages, tokens: np.ndarray, start: int, page_size: int, namespace: int = 0, num_held: int = 0, most: int | None = None
+) -> list[int]:
+    """The host pages that hold the pages of `tokens` (int32) from page number `start` on, as many as there are in a row, or `most`.
 
     The first `num_held` of these pages are on the device too. Where one of them has no host page, the list has -1.
     """
     found = list[int]()
-    for key in keys_from(tokens, start, page_size, namespace):
+    for key in islice(keys_from(tokens, start, page_size, namespace), most):
         at = host.by_key.get(key, -1)
         if at < 0 and len(found) >= num_held:
             break
@@ -231,6 +243,13 @@ def read(host: HostPages, held: Iterable[int]) -> HostPages:
     """The host pages of which the plan reads some, which it must not replace."""
     held = _array(held)
     return replace(host, used=page_ops.retain(host.used, held), ages=lru.remove(host.ages, held))
+
+
+def needed_soon(host: HostPages, held: Iterable[int]) -> HostPages:
+    """The host pages of which these are replaced last: the next steps will read them."""
+    held = _array(dict.fromkeys(held))
+    alone = held[host.used.owners(held) == 1]  # the others are not replaced
+    return replace(host, ages=lru.add(lru.remove(host.ages, alone), alone))
 
 
 def load(host: HostPages, held: Iterable[int], into: Iterable[Pair], frames_into: Iterable[Pair] = ()) -> HostPages:

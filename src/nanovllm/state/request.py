@@ -114,6 +114,7 @@ class Sequence:
         gaps: The gaps of the chunk with which the sequence began.
         retired: The number of leading pages whose KV in layers with a sliding window it no longer needs.
         carried: What `process_logits` carries after the newest token, or None.
+        loading: Whether its pages are being copied in while replies go on. It runs no token meanwhile.
     """
 
     request: Request
@@ -130,6 +131,7 @@ class Sequence:
     gaps: Gaps = ()
     retired: int = 0
     carried: Any = None
+    loading: bool = False
 
     def __repr__(self) -> str:
         return brief_fields(self)
@@ -165,7 +167,9 @@ class Sequence:
 
     def restart(self, pages: IntVector, num_filled: int, retired: int = 0) -> "Sequence":
         """The sequence over pages of the prefix index, or over none. All its KV is then exact, so its provenance and gaps are reset."""
-        return replace(self, pages=pages, num_filled=num_filled, provenance=EXACT, exact_len=0, gaps=(), retired=retired)
+        return replace(
+            self, pages=pages, num_filled=num_filled, provenance=EXACT, exact_len=0, gaps=(), retired=retired, loading=False
+        )  # fmt: skip
 
     def advance(self, count: int) -> "Sequence":
         """The sequence with `count` more tokens filled."""

@@ -7,6 +7,7 @@ import numpy as np
 from nanovllm.chunks import handles, prefill
 from nanovllm.chunks import offload as offload_module
 from nanovllm.engine import donation, failures, host_copies, host_pages, resident
+from nanovllm.engine import step as step_module
 from nanovllm.executor.kv_offload import HostMemory
 from nanovllm.state import lru, moved_chunks, offload, prefix_keys
 from nanovllm.state import pages as page_ops
@@ -46,6 +47,10 @@ def _reads_what_is_copied_ahead(hold_for_ahead):
     return lambda memory, copies, *held: None
 
 
+def _lands_after_all_steps(may_land_late):
+    return lambda state, plan: bool(plan.moves and plan.decode)
+
+
 def _keeps_without_copies(keep_ahead):
     def faulty(pool, longest, most):
         done = keep_ahead(pool, longest, most)
@@ -55,8 +60,8 @@ def _keeps_without_copies(keep_ahead):
 
 
 def _copies_in_before_out(move):
-    def faulty(memory, kv, moves):
-        return move(memory, move(memory, kv, Moves(into=moves.into)), Moves(out=moves.out))
+    def faulty(memory, kv, moves, landing=None):
+        return move(memory, move(memory, kv, Moves(into=moves.into), landing), Moves(out=moves.out))
 
     return faulty
 
@@ -199,6 +204,12 @@ HOST_FAULTS: tuple[Fault, ...] = (
         machine=HostMemoryMachine,
         targets=((LateCopies, "hold_engine"),),
         faulty=_fills_a_stage_before_its_copy_ended,
+    ),
+    Fault(
+        name="host memory: pages scattered after a step that uses them",
+        machine=HostMemoryMachine,
+        targets=((step_module, "may_land_late"),),
+        faulty=_lands_after_all_steps,
     ),
     Fault(
         name="host memory: a host page read before it is written",

@@ -61,6 +61,8 @@ class DiskMachine(HostMemoryMachine):
     def start(self, data: st.DataObject, num_host_pages: int, slowness: float) -> None:
         """Start a fresh engine with host memory and an empty folder. Chunks may pin about half of its pool.
 
+        While replies go on, a step copies one page from host memory, or all.
+
         A page takes `slowness` times as long to read as to run. If that is 0, requests wait for all that they can read; if not, they run
         the front of their prompts meanwhile.
         """
@@ -69,13 +71,14 @@ class DiskMachine(HostMemoryMachine):
         self.limits = data.draw(limits(self.max_tokens, num_frames=frames))
         self.folder = Path(tempfile.mkdtemp(prefix="nanovllm-kv-", dir=in_memory()))
         self.max_bytes = data.draw(st.integers(1, 16))  # pages, until the size of one is known
+        self.per_step = data.draw(st.sampled_from([None, 1]))
         self.state = self._engine(num_host_pages)
         self.most_pinned = max(2, room_of(self.state) // 2)
 
     def _engine(self, num_host_pages: int) -> EngineState:
         """An engine of this machine's limits that uses the folder."""
         assert self.limits is not None
-        state = with_host_memory(self.world.init_state(self.limits), self.world.model, num_host_pages)
+        state = with_host_memory(self.world.init_state(self.limits), self.world.model, num_host_pages, self.per_step)
         host, runtime = state.pool.host, runtime_of(state)
         assert host is not None and runtime.host is not None
         runtime.disk = LateDiskTier(self._open(host), runtime.host)

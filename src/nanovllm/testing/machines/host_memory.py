@@ -54,12 +54,15 @@ class HostMemoryMachine(EngineMachine):
         self.images = dict[tuple[bytes, int], bytes]()  # by key and KV pool: the KV of a page or frame while it was indexed
         self.prefixes = dict[bytes, list[int]]()  # by key: the tokens
 
-    @initialize(data=st.data(), num_host_pages=st.integers(1, 12))
-    def start(self, data: st.DataObject, num_host_pages: int) -> None:
-        """Start a fresh engine with host memory. Chunks may pin about half of its pool."""
+    @initialize(data=st.data(), num_host_pages=st.integers(1, 12), per_step=st.sampled_from([None, 1, 2]))
+    def start(self, data: st.DataObject, num_host_pages: int, per_step: int | None) -> None:
+        """Start a fresh engine with host memory. Chunks may pin about half of its pool.
+
+        While replies go on, a step copies `per_step` pages in; None: all.
+        """
         frames = None if self.num_frames is None else st.integers(*self.num_frames)
         limited = data.draw(limits(self.max_tokens, num_frames=frames))
-        self.state = with_host_memory(self.world.init_state(limited), self.world.model, num_host_pages)
+        self.state = with_host_memory(self.world.init_state(limited), self.world.model, num_host_pages, per_step)
         self.most_pinned = max(2, room_of(self.state) // 2)
 
     @invariant()
@@ -202,14 +205,18 @@ class HostChunkMachine(ChunkMachine):
         return [] if host is None else [number for number, held in self.held.items() if held.chunk.liveness in host.moved]
 
 
-def with_host_memory(state: EngineState, model: Model, num_host_pages: int) -> EngineState:
-    """The first state of an engine whose executor is a `FlakyExecutor`, with pages of host memory that it always loads."""
+def with_host_memory(state: EngineState, model: Model, num_host_pages: int, per_step: int | None = None) -> EngineState:
+    """The first state of an engine whose executor is a `FlakyExecutor`, with pages of host memory that it always loads.
+
+    While replies go on, it loads `per_step` pages in a step; None: all.
+    """
     executor, runtime, page_size = executor_of(state), runtime_of(state), state.config.page_size
     assert isinstance(executor, FlakyExecutor)
     runtime.host = FlakyHostMemory(state.kv, num_host_pages, executor)
     sizes = {"page_size": page_size, "dtype": state.kv.pools[0].dtype}
     page, (_, frame) = bytes_per_page(model.config, **sizes), bytes_by_group(model.config, **sizes)
-    return replace(state, pool=replace(state.pool, host=init_host(num_host_pages, page, ALWAYS, frame)))
+    rates = ALWAYS if per_step is None else replace(ALWAYS, step_seconds=per_step * page / ALWAYS.bytes_per_second)
+    return replace(state, pool=replace(state.pool, host=init_host(num_host_pages, page, rates, frame)))
 
 
 def require_full(state: EngineState, chunk: Chunk) -> None:

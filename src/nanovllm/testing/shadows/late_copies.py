@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.executor.kv_offload import HostMemory
+from nanovllm.executor.kv_offload import HostMemory, Landing
 from nanovllm.state.kv_cache import KVState
 from nanovllm.state.offload import Moves
 from nanovllm.testing.shadows.worlds import FlakyExecutor
@@ -64,9 +64,9 @@ class FlakyHostMemory(HostMemory):
         super().__init__(kv, num_pages, LateCopies, stage_bytes=1)  # a stage has one page
         self._executor = executor
 
-    def move(self, kv: KVState, moves: Moves) -> KVState:
+    def move(self, kv: KVState, moves: Moves, landing: Landing | None = None) -> KVState:
         """Copy pages out, then in, or raise `PlantedError`."""
-        return self._executor._run(lambda: super(FlakyHostMemory, self).move(kv, moves))
+        return self._executor._run(lambda: super(FlakyHostMemory, self).move(kv, moves, landing))
 
     def move_ahead(self, kv: KVState, moves: Moves) -> KVState:
         """Copy pages ahead, or raise `PlantedError`. These copies take no memory of the device, so they never run out of it."""

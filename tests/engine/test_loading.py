@@ -1,0 +1,164 @@
+"""Prompts that come back from host memory while replies go on: a few pages in each step, beside the replies."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from nanovllm.engine.init_state import init_state
+from nanovllm.engine.requests import cancel, submit
+from nanovllm.engine.step import step
+from nanovllm.executor.executor import executor_of, runtime_of
+from nanovllm.executor.kv_offload import HostMemory
+from nanovllm.sampling.params import SamplingParams
+from nanovllm.state.engine_state import EngineState
+from nanovllm.state.invariants import check
+from nanovllm.state.offload import Rates, replaced
+from nanovllm.state.prefix_keys import keys_from
+from nanovllm.testing.shadows.late_copies import LateCopies
+from nanovllm.testing.shadows.memory import freeze
+from nanovllm.testing.shadows.worlds import drain
+from tests.engine.test_host_memory import GREEDY, MODEL, prompt
+
+pytestmark = pytest.mark.unhooked  # whole engines run many steps, which the hook makes three to six times as long
+LONG = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+PAGES = 5  # of a prompt that comes back
+
+
+def engine(per_step: int, num_pages: int = 30, late: bool = False) -> EngineState:
+    """An engine that loads so many pages of 4 tokens in a step while replies go on, and whose host memory has the pages of two prompts."""
+    state = init_state(MODEL, num_pages=num_pages, page_size=4, host_kv_gib=1 / 1024)
+    host, runtime = state.pool.host, runtime_of(state)
+    assert host is not None
+    if late:
+        runtime.host = HostMemory(state.kv, host.num_pages, LateCopies, stage_bytes=2 * host.page_bytes)
+    rates = Rates(tokens_per_second=1.0, bytes_per_second=1e15, step_seconds=per_step * host.page_bytes / 1e15)
+    state = replace(state, pool=replace(state.pool, host=replace(host, rates=rates)))
+    for seed in range(num_pages // PAGES + 2):
+        state, _ = submit(MODEL, state, prompt(seed), GREEDY)
+        state, _ = drain(MODEL, state)
+    assert state.pool.host is not None and state.pool.prefix.num_idle > 0
+    return state
+
+
+def replying(state: EngineState, seed: int = 100) -> tuple[EngineState, int]:
+    """The state with a reply that goes on, and its request."""
+    state, rid = submit(MODEL, state, prompt(seed, 6), LONG)
+    for _ in range(3):
+        state, _ = step(MODEL, state)
+    return state, rid
+
+
+def alone(seed: int, params: SamplingParams = GREEDY, length: int = 21) -> list[int]:
+    """The reply of an engine without host memory."""
+    state, rid = submit(MODEL, init_state(MODEL, num_pages=30, page_size=4), prompt(seed, length), params)
+    return drain(MODEL, state)[1][rid].token_ids
+
+
+@pytest.mark.parametrize("per_step", [1, 2, 9])
+def test_a_reply_gets_a_token_in_each_step_that_loads_a_few_pages(per_step):
+    state, going = replying(engine(per_step))
+    state, rid = submit(MODEL, state, prompt(0), GREEDY)
+    counts, outputs = [], {}
+    while state.running:
+        before = state.stats
+        state, out = step(MODEL, state)
+        check(state)
+        counts.append((state.stats.loaded_tokens - before.loaded_tokens) // 4)
+        assert {one.request_id for one in out} >= {going} - outputs.keys()
+        assert state.stats.prefill_tokens == before.prefill_tokens or not counts[-1]  # it runs when all its pages are there
+        outputs |= {one.request_id: one.output for one in out if one.output is not None}
+    assert [count for count in counts if count] == [min(per_step, PAGES - at) for at in range(0, PAGES, per_step)]
+    assert outputs[rid].num_cached_tokens == 20
+    assert outputs[rid].token_ids == alone(0) and outputs[going].token_ids == alone(100, LONG, 6)
+
+
+def test_a_step_without_replies_loads_all_pages_and_runs():
+    state = engine(1)
+    state, rid = submit(MODEL, state, prompt(0), GREEDY)
+    before = state.stats.loaded_tokens
+    state, outputs = step(MODEL, state)
+    assert state.stats.loaded_tokens - before == 20 and outputs[0].request_id == rid
+
+
+def test_the_rest_is_loaded_at_once_when_the_last_reply_ends():
+    state, going = replying(engine(1))
+    state, rid = submit(MODEL, state, prompt(0), GREEDY)
+    state, _ = step(MODEL, state)
+    assert state.running[-1].loading and state.running[-1].num_filled == 4
+    state = cancel(state, going)
+    state, outputs = step(MODEL, state)
+    assert [one.request_id for one in outputs] == [rid] and not state.running[-1].loading
+    assert drain(MODEL, state)[1][rid].token_ids == alone(0)
+
+
+def test_requests_that_load_share_what_a_step_may_load():
+    state, _ = replying(engine(2))
+    before = state.stats.loaded_tokens
+    rids = []
+    for seed in (0, 1):
+        state, rid = submit(MODEL, state, prompt(seed), GREEDY)
+        rids.append(rid)
+    state, _ = step(MODEL, state)
+    assert state.stats.loaded_tokens - before == 4 * 3  # the first request has two pages, and each gets at least one
+    state, outputs = drain(MODEL, state)
+    assert [outputs[rid].token_ids for rid in rids] == [alone(0), alone(1)]
+
+
+def test_replies_do_not_wait_for_the_copies(monkeypatch):
+    """When a decode step begins, the pages that it does not use are still on their way. The next call finds them."""
+    state, _ = replying(engine(2, late=True))
+    memory, executor, left = runtime_of(state).host, executor_of(state), list[int]()
+    assert memory is not None and isinstance(memory._inward, LateCopies)
+    inward, decode = memory._inward, executor.decode
+
+    def watched(*given):
+        left.append(len(inward._left))
+        return decode(*given)
+
+    monkeypatch.setattr(executor, "decode", watched)
+    state, rid = submit(MODEL, state, prompt(0), GREEDY)
+    for _ in range(3):
+        state, _ = step(MODEL, state)
+        check(state)
+    assert left[:3] and all(left[:3])
+    assert drain(MODEL, state)[1][rid].token_ids == alone(0)
+
+
+@pytest.mark.parametrize("before", [1, 2, 4])
+def test_a_request_that_loads_can_be_cancelled(before):
+    state, going = replying(engine(1))
+    state, rid = submit(MODEL, state, prompt(0), GREEDY)
+    for _ in range(before):
+        state, _ = step(MODEL, state)
+    state = cancel(state, rid)
+    check(state)
+    assert drain(MODEL, state)[1][going].token_ids == alone(100, LONG, 6)
+
+
+def test_a_step_that_fails_after_its_copies_began_leaves_the_old_state_usable(monkeypatch):
+    state, going = replying(engine(1, late=True))
+    state, rid = submit(MODEL, state, prompt(0), GREEDY)
+    state, _ = step(MODEL, state)
+    content, executor = freeze(state.pool), executor_of(state)
+
+    def failing(*given):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(executor, "decode", failing)
+    with pytest.raises(RuntimeError, match="planted"):
+        step(MODEL, state)
+    assert freeze(state.pool) == content
+    monkeypatch.undo()
+    state, outputs = drain(MODEL, state)
+    check(state)
+    assert outputs[rid].token_ids == alone(0) and outputs[going].token_ids == alone(100, LONG, 6)
+
+
+def test_host_pages_that_a_request_waits_for_are_replaced_last():
+    state, _ = replying(engine(1))
+    state, _ = submit(MODEL, state, prompt(0), GREEDY)
+    state, _ = step(MODEL, state)
+    assert state.pool.host is not None
+    left = replaced(state.pool.host, state.pool.host.ages.count - PAGES)
+    assert {*keys_from(np.array(prompt(0), np.int32), 0, 4)} == {*left.by_key}
