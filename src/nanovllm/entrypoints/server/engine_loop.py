@@ -158,9 +158,10 @@ class EngineLoop:
         try:
             while not self._ended:
                 idle = not (self.state.running or self.state.waiting)
+                told = False
                 if self.named.unread or self._reads.awaited:
-                    self._reads.go_on(self._held(), idle=idle or self._short_of_pages())
-                rests = idle and not any(one.waits for one in (self._files, self._folders, self._grammars, self._reads.thread))
+                    told = self._reads.go_on(self._held(), idle=idle or self._short_of_pages())
+                rests = idle and not told and not any(one.waits for one in (self._files, self._folders, self._grammars, self._reads.thread))
                 if not self._look((IDLE_SECONDS if self._unwritten else self._rest) if rests else 0.0) and rests and self._unwritten:
                     self._unwritten = not self._write_some()
                 if self._mirror is not None:
