@@ -391,6 +391,24 @@ def test_a_chunk_for_which_memory_is_short_keeps_its_name(served: Live, monkeypa
     assert loaded(served) == {"city": True, "king": True}
 
 
+def test_a_file_can_not_be_deleted_as_long_as_memory_is_short_for_its_chunk(served: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = list[int]()
+
+    def short(*_: Any) -> None:
+        calls.append(1)
+        raise nv.OutOfPagesError("the device ran out of memory during the call; the state is as it was before")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reserved, "put_rows", short)
+        restart(served)
+        until(lambda: len(served.engine._reads._put_off) == 2)
+        assert code_of(served.call("DELETE", "/v1/chunks/king/save")) == (503, "out_of_memory")
+        assert len(calls) == 3  # it was tried once more
+    assert saved_chunks.path_of(served.engine.named.limits, "", "king").exists()
+    assert served.call("DELETE", "/v1/chunks/king/save").status == 200
+    assert loaded(served)["king"]
+
+
 def test_requests_that_wait_for_chunks_are_bounded(served: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nanovllm.entrypoints.server.chunk_reads.MOST_WAITING", 1)
     disk = stopped(served, monkeypatch)

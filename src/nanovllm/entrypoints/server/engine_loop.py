@@ -368,12 +368,13 @@ class EngineLoop:
                     tell(value)
 
     def _go_on(self, peer: Peer, message: Submit | Ask, error: NanoVLLMError | None) -> None:
-        """Handle a message whose chunk was read from its file, or could not be. Nothing keeps a file from being deleted."""
+        """Handle a message whose chunk was read from its file, or could not be. A file that cannot be read can be deleted."""
         if isinstance(message, Submit):
             if not peer.coming.issuperset(message.ids):  # cancelled meanwhile, or the front end has gone
                 return
             peer.coming.difference_update(message.ids)
-        if error is None or (isinstance(message, Ask) and message.name == "delete_saved"):
+        deletes = isinstance(message, Ask) and message.name == "delete_saved" and not isinstance(error, OutOfPagesError)  # still unread
+        if error is None or deletes:
             self._handle(peer, message)
         else:
             self._refuse(peer, message.ids if isinstance(message, Submit) else [message.id], error)
