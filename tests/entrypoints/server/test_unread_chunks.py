@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import nanovllm as nv
-from nanovllm.chunks.storage import reserved
+from nanovllm.chunks.storage import blocks, reserved
 from nanovllm.entrypoints.server import saved_chunks
 from nanovllm.entrypoints.server.engine_metrics import EngineMetrics
 from nanovllm.entrypoints.server.held import Held
@@ -407,6 +408,24 @@ def test_a_file_can_not_be_deleted_as_long_as_memory_is_short_for_its_chunk(serv
     assert saved_chunks.path_of(served.engine.named.limits, "", "king").exists()
     assert served.call("DELETE", "/v1/chunks/king/save").status == 200
     assert loaded(served)["king"]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("CUDA error: out of memory")])
+def test_a_chunk_keeps_its_name_if_there_is_no_memory_to_read_its_file_into(
+    served: Live, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    stages = blocks._stages
+
+    def short(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(blocks, "_stages", short)
+    restart(served)
+    until(lambda: len(served.engine._reads._put_off) == 2)
+    assert loaded(served) == {"city": False, "king": False}
+    assert code_of(served.post(COMPLETIONS, using("king"))) == (503, "out_of_memory")
+    monkeypatch.setattr(blocks, "_stages", stages)
+    assert served.post(COMPLETIONS, using("king", "city")).status == 200
 
 
 def test_requests_that_wait_for_chunks_are_bounded(served: Live, monkeypatch: pytest.MonkeyPatch) -> None:
