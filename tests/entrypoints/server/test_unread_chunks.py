@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,6 +15,7 @@ import torch
 import nanovllm as nv
 from nanovllm.chunks.storage import blocks, reserved
 from nanovllm.entrypoints.server import saved_chunks
+from nanovllm.entrypoints.server.chunk_reads import ChunkReads
 from nanovllm.entrypoints.server.engine_metrics import EngineMetrics
 from nanovllm.entrypoints.server.held import Held
 from nanovllm.entrypoints.server.named_chunks import ChunkLimits, NamedChunks
@@ -438,6 +440,84 @@ def test_requests_that_wait_for_chunks_are_bounded(served: Live, monkeypatch: py
     disk.go.set()
     assert first.answer().status == 200
     served.wait_until_idle()
+
+
+@pytest.mark.parametrize("last", ["one", "base"])
+def test_a_damaged_file_changes_no_page_of_a_chunk_with_the_same_beginning(tmp_path: Path, last: str) -> None:
+    settings, ids = Settings(shutdown_seconds=1.0, chunk_dir=tmp_path, keep_chunks=True), [*range(5, 105)]
+    with Live(settings=settings, num_pages=64) as server:
+        make(server, "base", token_ids=ids)
+        make(server, "one", after="base", token_ids=[3, 4] * 10)
+        wanted = server.post(COMPLETIONS, using("one")).json()["choices"]
+        server.stop_engine()
+        limits = server.engine.named.limits
+        path = saved_chunks.path_of(limits, "", "base")
+        data = bytearray(path.read_bytes())
+        middle = slice(len(data) // 3, 2 * len(data) // 3)
+        data[middle] = bytes(len(data[middle]))
+        path.write_bytes(data)
+        for name in ("one", "base"):
+            os.utime(saved_chunks.path_of(limits, "", name).with_suffix(saved_chunks.MARK), ns=(0, 10 if name == last else 0))  # read first
+        server.start_engine()
+        wait_until_loaded(server)
+        assert loaded(server) == {"one": True}
+        assert server.post(COMPLETIONS, using("one")).json()["choices"] == wanted
+
+
+def test_a_chunk_is_not_moved_to_host_memory_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(shutdown_seconds=1.0, chunk_dir=tmp_path, keep_chunks=True, chunk_share=1.0)
+    long = {**GREEDY, "prompt": [*range(5, 205)]}
+    with Live(settings=settings, num_pages=24, page_size=16, host_kv_gib=0.1) as server:
+        make(server, "king", token_ids=[*range(7, 247)])  # 15 of the 24 pages
+        wanted = server.post(COMPLETIONS, using("king")).json()["choices"]
+        disk = stopped(server, monkeypatch)
+        assert code_of(server.post(COMPLETIONS, long)) == (503, "out_of_memory")
+        host = server.engine.state.pool.host
+        assert host is not None and not host.moved and loaded(server) == {"king": False}
+        disk.go.set()
+        wait_until_loaded(server)
+        assert server.post(COMPLETIONS, long).status == 200
+        assert server.post(COMPLETIONS, using("king")).json()["choices"] == wanted
+
+
+def restarted(folder: Path, *names: str, spaces: tuple[tuple[str, int], ...] = (("", 0),)) -> Held:
+    """What a new engine holds if chunks of the same tokens with these names were saved in each namespace."""
+    model, named = nv.load_model("tiny", device="cpu"), NamedChunks(limits=ChunkLimits(folder=folder, kept=True, spaces=spaces))
+    state, chunk = nv.prefill(model, nv.init_state(model, num_pages=32, page_size=4), [*range(5, 25)])
+    for space, _ in spaces:
+        for name in names:
+            path = saved_chunks.path_of(named.limits, space, name)
+            path.parent.mkdir(exist_ok=True)
+            nv.save_chunk(state, chunk, path)
+            saved_chunks.mark(path, name)
+    state = nv.init_state(model, num_pages=32, page_size=4)
+    held, problems = hold_marked(Held(model=model, state=state, named=named, metrics=EngineMetrics()))
+    assert not problems
+    return held
+
+
+def test_chunks_share_pages_only_within_their_namespace(tmp_path: Path) -> None:
+    held = restarted(tmp_path, "king", "queen", spaces=(("a", 1), ("b", 2)))
+    pages = {space: {*held.named.get(space, "king").chunk.pages} for space in ("a", "b")}
+    assert held.state.pool.pages.num_used == 10 and pages["a"].isdisjoint(pages["b"])
+
+
+def test_a_busy_engine_reads_only_what_somebody_waits_for(tmp_path: Path) -> None:
+    held, reads, told = restarted(tmp_path, "king", "queen"), ChunkReads(), list[Any]()
+    number = held.named.get("", "king").chunk.liveness
+    assert not reads.go_on(held, idle=False) and not reads.thread.busy
+    reads.wait(number, told.append)
+    reads.go_on(held, idle=False)
+    while reads.thread.busy:
+        if reads.thread.waits:
+            held, tell = reads.thread.turn(held)
+            tell()
+    assert told == [None] and [*held.named.unread] == [held.named.get("", "queen").chunk.liveness]
+    reads.go_on(held, idle=False)
+    assert not reads.thread.busy
+    reads.go_on(held, idle=True)
+    assert reads.thread.busy
+    reads.thread.close()
 
 
 def test_all_ranks_take_the_pages_and_read_the_files(tmp_path: Path) -> None:
