@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,7 +102,7 @@ def test_chunks_that_have_gone_are_not_remembered(loop: EngineLoop):
 
 
 def test_the_loop_does_not_rest_before_all_who_wait_for_chunks_that_have_gone_were_told(live: Live, monkeypatch: pytest.MonkeyPatch):
-    told, looks = list[None](), list[float | None]()
+    told, looks = list[Any](), list[float | None]()
     with socket.socket(socket.AF_UNIX) as listener:
         loop = EngineLoop(live.model, nv.init_state(live.model, num_pages=64), listener)
 
