@@ -5,6 +5,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -505,19 +506,19 @@ def test_chunks_share_pages_only_within_their_namespace(tmp_path: Path) -> None:
 def test_a_busy_engine_reads_only_what_somebody_waits_for(tmp_path: Path) -> None:
     held, reads, told = restarted(tmp_path, "king", "queen"), ChunkReads(), list[Any]()
     number = held.named.get("", "king").chunk.liveness
-    assert not reads.go_on(held, idle=False) and not reads.thread.busy
-    reads.wait(number, told.append)
-    reads.go_on(held, idle=False)
-    while reads.thread.busy:
-        if reads.thread.waits:
-            held, tell = reads.thread.turn(held)
-            tell()
-    assert told == [None] and [*held.named.unread] == [held.named.get("", "queen").chunk.liveness]
-    reads.go_on(held, idle=False)
-    assert not reads.thread.busy
-    reads.go_on(held, idle=True)
-    assert reads.thread.busy
-    reads.thread.close()
+    with closing(reads.thread):
+        assert not reads.go_on(held, idle=False) and not reads.thread.busy
+        reads.wait(number, told.append)
+        reads.go_on(held, idle=False)
+        while reads.thread.busy:
+            if reads.thread.waits:
+                held, tell = reads.thread.turn(held)
+                tell()
+        assert told == [None] and [*held.named.unread] == [held.named.get("", "queen").chunk.liveness]
+        reads.go_on(held, idle=False)
+        assert not reads.thread.busy
+        reads.go_on(held, idle=True)
+        assert reads.thread.busy
 
 
 def test_all_ranks_take_the_pages_and_read_the_files(tmp_path: Path) -> None:
