@@ -13,6 +13,7 @@ from nanovllm.engine.init_state import init_state
 from nanovllm.engine.requests import submit
 from nanovllm.executor.executor import runtime_of
 from nanovllm.executor.page_file import size_of
+from nanovllm.executor.page_folder import PageFolder
 from nanovllm.executor.unwritten import Unwritten
 from nanovllm.executor.workers import Threads
 from nanovllm.sampling.params import SamplingParams
@@ -84,6 +85,18 @@ def test_what_a_flush_writes_first_is_deleted_last(tmp_path: Path, monkeypatch: 
         folder.write(bytes([number]) * 32, memoryview(bytes(PAGE)))
     assert len(folder) == 16
     assert served(engine(tmp_path, 16, 64), [2, 1]).stats.read_tokens == 40, "the files of the first prompt were deleted"
+
+
+@pytest.mark.parametrize("num_files", [16, 40], ids=["crowded", "with room"])
+def test_a_flush_does_not_replace_files_of_what_was_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_files: int):
+    touched, touch = list[bytes](), PageFolder.touch
+    monkeypatch.setattr(PageFolder, "touch", lambda self, keys, used: (touched.extend(keys), touch(self, keys, used)))
+    state = served(engine(tmp_path, num_files, 64), [0, 1])
+    flush_kv(state)
+    flush_kv(served(state, [2, 0]))  # the first prompt was used last, and its files are the oldest
+    assert bool(touched) == (num_files == 16)
+    assert served(engine(tmp_path, num_files, 64), [0]).stats.read_tokens == 20
+    assert served(engine(tmp_path, num_files, 64), [2]).stats.read_tokens == 20
 
 
 def test_pages_wait_longer_for_a_folder_that_is_smaller_than_host_memory(tmp_path: Path):

@@ -21,6 +21,7 @@ from nanovllm.entrypoints.memory.report import memory
 from nanovllm.errors import InvalidRequestError, OutOfPagesError
 from nanovllm.executor.device_memory import Room
 from nanovllm.executor.executor import runtime_of
+from nanovllm.executor.kv_offload import HostMemory
 from nanovllm.ops.distributed.in_process import run_ranks
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state.digest import digest
@@ -28,8 +29,9 @@ from nanovllm.state.engine_state import EngineState
 from nanovllm.state.invariants import check
 from nanovllm.state.kv_cache import bytes_per_page
 from nanovllm.state.offload import Rates
-from nanovllm.state.prefix_keys import key_of
+from nanovllm.state.prefix_keys import key_of, keys_of
 from nanovllm.testing.models import random_model, tiny_config
+from nanovllm.testing.shadows.late_copies import LateCopies
 from nanovllm.testing.shadows.memory import freeze
 from nanovllm.testing.shadows.worlds import drain
 
@@ -286,13 +288,31 @@ def test_pages_that_were_copied_ahead_are_written_to_the_disk(tmp_path):
     assert output.token_ids == expected.token_ids and output.num_cached_tokens == 20
 
 
+def test_a_composition_waits_for_pages_that_were_copied_ahead_and_are_free_by_now():
+    state = engine(num_pages=16)
+    runtime = runtime_of(state)
+    assert runtime.host is not None
+    runtime.host = memory = HostMemory(state.kv, runtime.host.num_pages, LateCopies)
+    state, one = prefill(MODEL, state, prompt(1, 6))
+    state, other = prefill(MODEL, state, prompt(2, 6))
+    state, _ = reply(state, prompt(0))
+    pages, host = state.prefix.idle_pages(), state.pool.host
+    assert host is not None and len(pages) == 6
+    held = [host.by_key[key] for key in keys_of(state.prefix, np.array(pages, np.int32))]
+    wanted = state.kv.pools[0][:, pages].clone()
+    runtime.lease.lose(pages)  # as a call does that fails before it writes
+    check(compose(MODEL, state, [one, other])[0])
+    memory.synchronize()
+    assert memory.images[0][held].transpose(0, 1).equal(wanted)
+
+
 def test_at_most_half_of_host_memory_is_used_ahead():
     state = engine(host_kv_gib=10.5 * bytes_per_page(MODEL.config, page_size=4, dtype=MODEL.dtype) / 2**30, num_pages=32)
     for seed in range(4):
         state, _ = reply(state, prompt(seed, 25))
     host = state.pool.host
     assert host is not None and host.num_pages == 10
-    assert state.pool.num_free == 4 and state.stats.offloaded_tokens == 7 * 4  # one more page than free ones, so one request
+    assert state.pool.num_free == 4 and state.stats.offloaded_tokens == 5 * 4  # one more page than free ones, so half of host memory
 
 
 def test_a_failed_copy_ahead_leaves_the_old_state_usable(monkeypatch):

@@ -102,6 +102,17 @@ def test_at_most_half_of_host_memory_is_used():
     assert done is not None and len(kept(done[0])) == 3  # with the free page they are the four that may be kept
 
 
+def test_at_most_half_of_host_memory_is_used_for_a_group_that_is_larger():
+    pool = pool_of(16, 8, 15)  # one page is free, so three of the group are among the first ones
+    copied = list[int]()
+    for most in (2, 99, 99):
+        if (done := keep_ahead(pool, 16, most)) is not None:
+            pool, moves = done
+            copied.extend(moves.out.values())
+    assert copied == pool.prefix.idle_pages()[:4] == kept(pool)
+    assert pool.host is not None and not pool.host.behind
+
+
 def test_lost_host_pages_are_looked_for_again():
     done = keep_ahead(pool_of(4, 32, 3), 4, 99)
     assert done is not None
@@ -112,10 +123,10 @@ def test_lost_host_pages_are_looked_for_again():
 
 def test_the_order_begins_anew_where_the_last_page_has_gone():
     index = pool_of(8, 8, 4).prefix
-    pages, place, more = prefix_ops.idle_from(index, (0, -1), 4, 2)
+    pages, place, more = prefix_ops.idle_from(index, (0, -1), 4, 2, 9)
     assert pages.tolist() == index.idle_pages()[:2] and more
-    rest, _, more = prefix_ops.idle_from(index, place, 4, 9)
+    rest, _, more = prefix_ops.idle_from(index, place, 4, 9, 9)
     assert rest.tolist() == index.idle_pages()[2:] and not more
     index, _ = prefix_ops.evict(index, 2)
-    again, _, _ = prefix_ops.idle_from(index, place, 4, 9)
+    again, _, _ = prefix_ops.idle_from(index, place, 4, 9, 9)
     assert again.tolist() == index.idle_pages()

@@ -15,7 +15,7 @@ from nanovllm.chunks.handles import chunk_of, cut, cut_live, fork
 from nanovllm.chunks.layout import Layout, gapped, joined, shifted, slots_of
 from nanovllm.chunks.prefill import adopt, fill, plain_request, plain_sequence, reserve_all, run_again
 from nanovllm.engine.donation import commit_state, enter_with, guarded, require_chunk, require_live, require_namespace
-from nanovllm.engine.host_copies import settled
+from nanovllm.engine.host_copies import copied, settled
 from nanovllm.engine.mirrored import mirrored
 from nanovllm.engine.requests import capacity
 from nanovllm.engine.resident import resident
@@ -242,10 +242,11 @@ def _placed(
 ) -> tuple[EngineState, Chunk]:
     """Build the chunk of a layout, without the commit: take pages, move KV, run the chosen tokens again."""
     total = len(layout.tokens)
-    # Free pages hold no KV, so the device may write them while the host still counts owners. Pages of the index are written later.
+    # Free pages hold no KV, so the device may write them while the host still counts owners, once those were read of which copies ahead
+    # go on. Pages of the index are written later.
     early = page_ops.upcoming(state.pool.pages, layout.num_fresh) if state.pool.frames is None else None
     if early is not None:
-        _move(model, state, layout, early)
+        _move(model, copied(state, None, taken, None, early, ()), layout, early)
     pool = pools.acquire(pools.planning(state.pool), [*layout.head.tolist(), *layout.tail.tolist()])
     allocated = pools.allocate(pool, layout.num_fresh)
     if allocated is None:

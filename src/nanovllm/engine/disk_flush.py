@@ -125,8 +125,11 @@ def _unwritten(state: EngineState, disk: DiskTier, version: object) -> Unwritten
     idle = host.ages.pages()[::-1]
     held = sorted({*host.key_of}.difference(idle))  # those of chunks
     room = disk.folder.lasting_bytes // (1 if mesh is None else mesh.size)
-    pages = _last_evicted_first(state.pool.prefix)
-    return Unwritten(version=version, pool=state.pool, pages=pages, host_pages=[*held, *idle], room=room, used=time.time_ns())
+    pages, host_pages = _last_evicted_first(state.pool.prefix), [*held, *idle]
+    crowded = disk.folder.size + (len(pages) + len(host_pages)) * size_of(host.page_bytes) > disk.folder.max_bytes
+    return Unwritten(
+        version=version, pool=state.pool, pages=pages, host_pages=host_pages, room=room, crowded=crowded, used=time.time_ns()
+    )  # fmt: skip
 
 
 def _last_evicted_first(index: PrefixIndex) -> list[int]:
@@ -143,18 +146,33 @@ def _look(disk: DiskTier, host: HostPages, todo: Unwritten) -> int:
     if not todo.pages:
         part = _taken(todo.host_pages, LOOKED_AT)
         pairs = [pair for pair in disk_pages.lasting(host, part) if _fits(pair[1], host, todo)]
+        _touch(disk, todo, [key for _, key in pairs if disk.has(key)])
         disk.keep(pairs, todo.used)
         todo.used -= len(pairs)
         return len(part)
     pages = np.array(_taken(todo.pages, LOOKED_AT), np.int32)
-    keys, (first, second) = keys_of(todo.pool.prefix, pages), pools.addresses(todo.pool, pages)
+    keys, (first, second), known = keys_of(todo.pool.prefix, pages), pools.addresses(todo.pool, pages), list[bytes]()
     for place, key in enumerate(keys):
-        if first[place] >= 0 and key not in host.by_key and _fits(key, host, todo) and not disk.has(key):
-            todo.missing.append((key, first.item(place)))
+        fitting = list[tuple[bytes, int]]()
+        if first[place] >= 0 and key not in host.by_key and _fits(key, host, todo):
+            fitting.append((key, first.item(place)))
         frame = frame_key(key)
-        if second is not None and second[place] >= 0 and _lacks_frame(host, key) and _fits(frame, host, todo) and not disk.has(frame):
-            todo.missing.append((frame, second.item(place)))
+        if second is not None and second[place] >= 0 and _lacks_frame(host, key) and _fits(frame, host, todo):
+            fitting.append((frame, second.item(place)))
+        for pair in fitting:
+            if disk.has(pair[0]):
+                known.append(pair[0])
+            else:
+                todo.missing.append(pair)
+    _touch(disk, todo, known)
     return len(pages)
+
+
+def _touch(disk: DiskTier, todo: Unwritten, known: list[bytes]) -> None:
+    """Let files count as used that what is written next would replace, although it was used earlier."""
+    if todo.crowded:
+        disk.touch(known, todo.used)
+        todo.used -= len(known)
 
 
 def _fits(key: bytes, host: HostPages, todo: Unwritten) -> bool:

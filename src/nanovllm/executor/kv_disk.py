@@ -245,6 +245,16 @@ class DiskTier:
                 self._count(errors=1)
                 self._written(key, None)
 
+    def touch(self, keys: Seq[bytes], used: int) -> None:
+        """Note later when pages on disk were last used; what is given to `keep` and `keep_images` after this call does not replace them.
+
+        Args:
+            keys: The keys. Pages that are not on disk are ignored.
+            used: When the first one was used, in nanoseconds of Unix time; the others were used right before.
+        """
+        if keys:
+            self._writers.submit(partial(_run, weakref.ref(self), "_touch", keys, used))
+
     def hold(self, busy: bool) -> None:
         """Tell whether the engine has requests: then writes wait. If host memory has much more than the folder, they wait in any case.
 
@@ -312,6 +322,9 @@ class DiskTier:
             self._count(errors=1)
         finally:
             self._written(key, source)
+
+    def _touch(self, keys: Seq[bytes], used: int) -> None:
+        self.folder.touch(keys, used)
 
     def _written(self, key: bytes, source: tuple[int, int] | None) -> None:
         """Note the end of a write, unless the page waits to be written from elsewhere by now."""

@@ -21,7 +21,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -211,6 +211,18 @@ class PageFolder:
         finally:
             os.close(fd)
         return True
+
+    def touch(self, keys: Iterable[bytes], used: int) -> None:
+        """Note when pages were last used that the folder has. Raises no error.
+
+        Args:
+            keys: The keys of the pages.
+            used: When the first one was used, in nanoseconds of Unix time; the others were used right before.
+        """
+        with suppress(OSError), self._locked():  # so that no file is deleted while those before it are noted
+            for place, key in enumerate(keys):
+                with suppress(OSError):  # it has gone, or it is that of another user
+                    os.utime(self._name(key), ns=(used - place, used - place))
 
     def discard(self, key: bytes) -> None:
         """Delete a page, if the folder has it.

@@ -14,6 +14,7 @@ class Unwritten:
         pages: Pages of the index that were not looked at yet, those that were used last first.
         host_pages: Host pages that were not looked at yet, those that were used last first. They come after `pages`.
         room: How many bytes of files the folder has room for besides those of what was looked at.
+        crowded: Whether the folder may have to delete files for what is written. Then files of what was looked at count as used.
         used: When the next page counts as used, in nanoseconds of Unix time.
         missing: The (key, page) and (key, frame) pairs that are not on disk.
 
@@ -31,6 +32,7 @@ class Unwritten:
     pages: list[int] = field(default_factory=list)
     host_pages: list[int] = field(default_factory=list)
     room: int = 0
+    crowded: bool = False
     used: int = 0
     missing: list[tuple[bytes, int]] = field(default_factory=list)
 

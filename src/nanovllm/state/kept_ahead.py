@@ -31,11 +31,11 @@ def keep_ahead(pool: Pool, longest: int, most: int) -> tuple[Pool, Moves] | None
     host = pool.host
     if host is None or host.ahead[0] >= pool.prefix.now:
         return None
-    wanted = min(max(longest, pool.pages.num_pages // SHARE), (host.used.num_free + host.ages.count) // 2)
-    due = wanted - pool.num_free
+    half = (host.used.num_free + host.ages.count) // 2
+    due = min(max(longest, pool.pages.num_pages // SHARE), half) - pool.num_free
     if due <= 0:
         return None
-    pages, place, more = prefix_ops.idle_from(pool.prefix, host.ahead, due, most)
+    pages, place, more = prefix_ops.idle_from(pool.prefix, host.ahead, due, most, half)
     host = pools.kept(pools.planning(pool), pages) if len(pages) else offload.planning(host)
     assert host is not None
     host, moves = offload.settled(replace(host, ahead=place, behind=more))

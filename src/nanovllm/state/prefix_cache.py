@@ -277,7 +277,7 @@ def set_idle(index: PrefixIndex, pages: np.ndarray) -> PrefixIndex:
     )
 
 
-def idle_from(index: PrefixIndex, start: tuple[int, int], due: int, most: int) -> tuple[np.ndarray, tuple[int, int], bool]:
+def idle_from(index: PrefixIndex, start: tuple[int, int], due: int, most: int, limit: int) -> tuple[np.ndarray, tuple[int, int], bool]:
     """Pages that are among the first ones to be evicted, from some place in the order of eviction on.
 
     Args:
@@ -286,6 +286,7 @@ def idle_from(index: PrefixIndex, start: tuple[int, int], due: int, most: int) -
             its beginning.
         due: The number of pages that count as the first ones. Of a group that is partly among them, more pages may be returned.
         most: The largest number of pages to return.
+        limit: At least `due`. No page is returned that is not among so many first ones.
 
     Returns:
         The pages (int32) in the order of eviction, the place after them, and whether there are more such pages.
@@ -295,6 +296,7 @@ def idle_from(index: PrefixIndex, start: tuple[int, int], due: int, most: int) -
     group = index.idle.get(time, NO_PAGES)
     if len(at := np.flatnonzero(group == page)):
         before, group = before + at.item() + 1, group[at.item() + 1 :]
+    most = min(most, limit - before)
     while time < index.now and before + count < due and count < most:
         parts.append(group[: most - count])
         count += len(parts[-1])

@@ -121,15 +121,16 @@ def test_a_damaged_file_leaves_a_chunk_that_can_be_released(model: Model, tmp_pa
 
 
 def test_a_file_that_was_replaced_by_another_is_refused(model: Model, tmp_path: Path) -> None:
-    fd, other = file_of(model, tmp_path, TOKENS), file_of(model, tmp_path, TOKENS[1:])
+    fd, *others = [file_of(model, tmp_path, tokens) for tokens in (TOKENS, TOKENS[1:], TOKENS[::-1])]
     state, chunk = reserved.reserve(model, nv.init_state(model, num_pages=16, page_size=4), fd, NAME)
-    with pytest.raises(nv.ChunkFileError, match="king: it has another chunk than when its pages were taken"):
-        reserved.fill(model, state, other, NAME, chunk)
+    for other in others:
+        with pytest.raises(nv.ChunkFileError, match="king: it has another chunk than when its pages were taken"):
+            reserved.fill(model, state, other, NAME, chunk)
+        os.close(other)
     state = nv.release(state, chunk)
     with pytest.raises(nv.ReleasedChunkError):
         reserved.fill(model, state, fd, NAME, chunk)
     os.close(fd)
-    os.close(other)
 
 
 def test_what_cannot_be_loaded_gets_no_pages(model: Model, tmp_path: Path) -> None:

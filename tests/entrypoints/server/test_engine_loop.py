@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -98,3 +99,21 @@ def test_options_that_come_again_are_checked_once(loop: EngineLoop, monkeypatch:
 def test_chunks_that_have_gone_are_not_remembered(loop: EngineLoop):
     loop._asked_to_save.add(("", "gone", 7))
     assert loop._write_some() and not loop._asked_to_save
+
+
+def test_the_loop_does_not_rest_before_all_who_wait_for_chunks_that_have_gone_were_told(live: Live, monkeypatch: pytest.MonkeyPatch):
+    told, looks = list[Any](), list[float | None]()
+    with socket.socket(socket.AF_UNIX) as listener:
+        loop = EngineLoop(live.model, nv.init_state(live.model, num_pages=64), listener)
+
+        def look(seconds: float | None) -> bool:
+            looks.append(seconds)
+            if seconds is None:
+                loop.stop()
+            return False
+
+        monkeypatch.setattr(loop, "_look", look)
+        loop._reads.wait(7, told.append)
+        loop._reads.wait(8, told.append)
+        loop.run()
+    assert told == [None, None] and looks == [0.0, 0.0, None]

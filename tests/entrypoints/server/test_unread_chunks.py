@@ -2,17 +2,21 @@
 
 import http.client
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import nanovllm as nv
-from nanovllm.chunks.storage import reserved
+from nanovllm.chunks.storage import blocks, reserved
 from nanovllm.entrypoints.server import saved_chunks
+from nanovllm.entrypoints.server.chunk_reads import ChunkReads
 from nanovllm.entrypoints.server.engine_metrics import EngineMetrics
 from nanovllm.entrypoints.server.held import Held
 from nanovllm.entrypoints.server.named_chunks import ChunkLimits, NamedChunks
@@ -391,6 +395,42 @@ def test_a_chunk_for_which_memory_is_short_keeps_its_name(served: Live, monkeypa
     assert loaded(served) == {"city": True, "king": True}
 
 
+def test_a_file_can_not_be_deleted_as_long_as_memory_is_short_for_its_chunk(served: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = list[int]()
+
+    def short(*_: Any) -> None:
+        calls.append(1)
+        raise nv.OutOfPagesError("the device ran out of memory during the call; the state is as it was before")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reserved, "put_rows", short)
+        restart(served)
+        until(lambda: len(served.engine._reads._put_off) == 2)
+        assert code_of(served.call("DELETE", "/v1/chunks/king/save")) == (503, "out_of_memory")
+        assert len(calls) == 3  # it was tried once more
+    assert saved_chunks.path_of(served.engine.named.limits, "", "king").exists()
+    assert served.call("DELETE", "/v1/chunks/king/save").status == 200
+    assert loaded(served)["king"]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("CUDA error: out of memory")])
+def test_a_chunk_keeps_its_name_if_there_is_no_memory_to_read_its_file_into(
+    served: Live, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    stages = blocks._stages
+
+    def short(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(blocks, "_stages", short)
+    restart(served)
+    until(lambda: len(served.engine._reads._put_off) == 2)
+    assert loaded(served) == {"city": False, "king": False}
+    assert code_of(served.post(COMPLETIONS, using("king"))) == (503, "out_of_memory")
+    monkeypatch.setattr(blocks, "_stages", stages)
+    assert served.post(COMPLETIONS, using("king", "city")).status == 200
+
+
 def test_requests_that_wait_for_chunks_are_bounded(served: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nanovllm.entrypoints.server.chunk_reads.MOST_WAITING", 1)
     disk = stopped(served, monkeypatch)
@@ -401,6 +441,84 @@ def test_requests_that_wait_for_chunks_are_bounded(served: Live, monkeypatch: py
     disk.go.set()
     assert first.answer().status == 200
     served.wait_until_idle()
+
+
+@pytest.mark.parametrize("last", ["one", "base"])
+def test_a_damaged_file_changes_no_page_of_a_chunk_with_the_same_beginning(tmp_path: Path, last: str) -> None:
+    settings, ids = Settings(shutdown_seconds=1.0, chunk_dir=tmp_path, keep_chunks=True), [*range(5, 105)]
+    with Live(settings=settings, num_pages=64) as server:
+        make(server, "base", token_ids=ids)
+        make(server, "one", after="base", token_ids=[3, 4] * 10)
+        wanted = server.post(COMPLETIONS, using("one")).json()["choices"]
+        server.stop_engine()
+        limits = server.engine.named.limits
+        path = saved_chunks.path_of(limits, "", "base")
+        data = bytearray(path.read_bytes())
+        middle = slice(len(data) // 3, 2 * len(data) // 3)
+        data[middle] = bytes(len(data[middle]))
+        path.write_bytes(data)
+        for name in ("one", "base"):
+            os.utime(saved_chunks.path_of(limits, "", name).with_suffix(saved_chunks.MARK), ns=(0, 10 if name == last else 0))  # read first
+        server.start_engine()
+        wait_until_loaded(server)
+        assert loaded(server) == {"one": True}
+        assert server.post(COMPLETIONS, using("one")).json()["choices"] == wanted
+
+
+def test_a_chunk_is_not_moved_to_host_memory_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(shutdown_seconds=1.0, chunk_dir=tmp_path, keep_chunks=True, chunk_share=1.0)
+    long = {**GREEDY, "prompt": [*range(5, 205)]}
+    with Live(settings=settings, num_pages=24, page_size=16, host_kv_gib=0.1) as server:
+        make(server, "king", token_ids=[*range(7, 247)])  # 15 of the 24 pages
+        wanted = server.post(COMPLETIONS, using("king")).json()["choices"]
+        disk = stopped(server, monkeypatch)
+        assert code_of(server.post(COMPLETIONS, long)) == (503, "out_of_memory")
+        host = server.engine.state.pool.host
+        assert host is not None and not host.moved and loaded(server) == {"king": False}
+        disk.go.set()
+        wait_until_loaded(server)
+        assert server.post(COMPLETIONS, long).status == 200
+        assert server.post(COMPLETIONS, using("king")).json()["choices"] == wanted
+
+
+def restarted(folder: Path, *names: str, spaces: tuple[tuple[str, int], ...] = (("", 0),)) -> Held:
+    """What a new engine holds if chunks of the same tokens with these names were saved in each namespace."""
+    model, named = nv.load_model("tiny", device="cpu"), NamedChunks(limits=ChunkLimits(folder=folder, kept=True, spaces=spaces))
+    state, chunk = nv.prefill(model, nv.init_state(model, num_pages=32, page_size=4), [*range(5, 25)])
+    for space, _ in spaces:
+        for name in names:
+            path = saved_chunks.path_of(named.limits, space, name)
+            path.parent.mkdir(exist_ok=True)
+            nv.save_chunk(state, chunk, path)
+            saved_chunks.mark(path, name)
+    state = nv.init_state(model, num_pages=32, page_size=4)
+    held, problems = hold_marked(Held(model=model, state=state, named=named, metrics=EngineMetrics()))
+    assert not problems
+    return held
+
+
+def test_chunks_share_pages_only_within_their_namespace(tmp_path: Path) -> None:
+    held = restarted(tmp_path, "king", "queen", spaces=(("a", 1), ("b", 2)))
+    pages = {space: {*held.named.get(space, "king").chunk.pages} for space in ("a", "b")}
+    assert held.state.pool.pages.num_used == 10 and pages["a"].isdisjoint(pages["b"])
+
+
+def test_a_busy_engine_reads_only_what_somebody_waits_for(tmp_path: Path) -> None:
+    held, reads, told = restarted(tmp_path, "king", "queen"), ChunkReads(), list[Any]()
+    number = held.named.get("", "king").chunk.liveness
+    with closing(reads.thread):
+        assert not reads.go_on(held, idle=False) and not reads.thread.busy
+        reads.wait(number, told.append)
+        reads.go_on(held, idle=False)
+        while reads.thread.busy:
+            if reads.thread.waits:
+                held, tell = reads.thread.turn(held)
+                tell()
+        assert told == [None] and [*held.named.unread] == [held.named.get("", "queen").chunk.liveness]
+        reads.go_on(held, idle=False)
+        assert not reads.thread.busy
+        reads.go_on(held, idle=True)
+        assert reads.thread.busy
 
 
 def test_all_ranks_take_the_pages_and_read_the_files(tmp_path: Path) -> None:

@@ -45,24 +45,29 @@ class ChunkReads:
             raise QueueFullError(f"{MOST_WAITING} requests wait for chunks that are read from files: try again later")
         self._waiting.setdefault(number, []).append(tell)
 
-    def go_on(self, held: Held, *, idle: bool) -> None:
+    def go_on(self, held: Held, *, idle: bool) -> bool:
         """Begin to read the next chunk, unless one is being read. Without `idle` only one that somebody waits for.
 
-        If one that is waited for has gone, those who wait are told instead. What is held may be another one after that.
+        If one that is waited for has gone, those who wait are told instead. What is held may be another one after that, requests may be
+        queued, and more chunks may have gone.
+
+        Returns:
+            Whether somebody was told.
         """
         if self._now is not None:
-            return
+            return False
         unread = held.named.unread
         for number in self._waiting:
             if number not in unread:
                 self._tell(number, None)
-                return
+                return True
         number = next(iter(self._waiting), None)
         if number is None and idle:
             number = max((each for each in unread if each not in self._put_off), default=None)
         if number is not None:
             self._now = number
             self.thread.begin(read_in(held, number), partial(self._ended, number))
+        return False
 
     def _ended(self, number: int, value: Any) -> None:
         self._now = None

@@ -158,9 +158,10 @@ class EngineLoop:
         try:
             while not self._ended:
                 idle = not (self.state.running or self.state.waiting)
+                told = False
                 if self.named.unread or self._reads.awaited:
-                    self._reads.go_on(self._held(), idle=idle or self._short_of_pages())
-                rests = idle and not any(one.waits for one in (self._files, self._folders, self._grammars, self._reads.thread))
+                    told = self._reads.go_on(self._held(), idle=idle or self._short_of_pages())
+                rests = idle and not told and not any(one.waits for one in (self._files, self._folders, self._grammars, self._reads.thread))
                 if not self._look((IDLE_SECONDS if self._unwritten else self._rest) if rests else 0.0) and rests and self._unwritten:
                     self._unwritten = not self._write_some()
                 if self._mirror is not None:
@@ -367,12 +368,13 @@ class EngineLoop:
                     tell(value)
 
     def _go_on(self, peer: Peer, message: Submit | Ask, error: NanoVLLMError | None) -> None:
-        """Handle a message whose chunk was read from its file, or could not be. Nothing keeps a file from being deleted."""
+        """Handle a message whose chunk was read from its file, or could not be. A file that cannot be read can be deleted."""
         if isinstance(message, Submit):
             if not peer.coming.issuperset(message.ids):  # cancelled meanwhile, or the front end has gone
                 return
             peer.coming.difference_update(message.ids)
-        if error is None or (isinstance(message, Ask) and message.name == "delete_saved"):
+        deletes = isinstance(message, Ask) and message.name == "delete_saved" and not isinstance(error, OutOfPagesError)  # still unread
+        if error is None or deletes:
             self._handle(peer, message)
         else:
             self._refuse(peer, message.ids if isinstance(message, Submit) else [message.id], error)

@@ -21,6 +21,7 @@ from nanovllm.entrypoints.server.side_thread import Between, Later
 from nanovllm.errors import EngineDeadError, NanoVLLMError, OutOfPagesError
 from nanovllm.executor.executor import runtime_of
 from nanovllm.state.chunk import Chunk
+from nanovllm.state.device_errors import out_of_memory
 from nanovllm.state.prefix_keys import keys_from
 
 Shared = dict[bytes, Chunk]  # a chunk by the key of each of its full pages of exact KV
@@ -105,6 +106,10 @@ def read_in(held: Held, number: int) -> Later:
         except OutOfPagesError as error:
             return held, error
         except Exception as error:
+            if not isinstance(error, NanoVLLMError) and (isinstance(error, MemoryError) or out_of_memory(error)):
+                short = OutOfPagesError(f"there is too little memory to read the file of the chunk {unread.name!r}: try again later")
+                short.__cause__ = error  # so that clients are told of no pages
+                return held, short
             state, named = deleted(held.state, held.named, unread.space, unread.name)
             return replace(held, state=state, named=named), told(error, f"{unread.name}: the file could not be loaded")
         return replace(held, state=state, named=_filled(held.named, unread)), None
