@@ -85,7 +85,7 @@ def test_the_rest_is_loaded_at_once_when_the_last_reply_ends():
     state, going = replying(engine(1))
     state, rid = submit(MODEL, state, prompt(0), GREEDY)
     state, _ = step(MODEL, state)
-    assert state.running[-1].loading and state.running[-1].num_filled == 4
+    assert state.running[-1].loading == 20 and state.running[-1].num_filled == 4
     state = cancel(state, going)
     state, outputs = step(MODEL, state)
     assert [one.request_id for one in outputs] == [rid] and not state.running[-1].loading
@@ -100,7 +100,7 @@ def test_requests_that_load_share_what_a_step_may_load():
         state, rid = submit(MODEL, state, prompt(seed), GREEDY)
         rids.append(rid)
     state, _ = step(MODEL, state)
-    assert state.stats.loaded_tokens - before == 4 * 3  # the first request has two pages, and each gets at least one
+    assert state.stats.loaded_tokens - before == 4 * 2 and state.running[-1].loading == 20 and not state.running[-1].num_filled
     state, outputs = drain(MODEL, state)
     assert [outputs[rid].token_ids for rid in rids] == [alone(0), alone(1)]
 

@@ -53,7 +53,7 @@ class Draft:
         self.reading: list[Sequence] = []  # waiting requests whose pages are being read from the disk
         self.num_preempted = self.num_reused = 0
         self.grew = False
-        self.load_room: int | None = None  # pages that this step may still copy in, while replies go on; None: as many as there are
+        self.load_room: int | None = None  # pages that may still be copied in while replies go on; None: as many as there are
         self.most: int | None = None  # pages that the running sequences could still take if all replies reached their limits
         self.found: tuple[Pool, Sequence, tuple[np.ndarray, int]] | None = None  # the last look-up of the prefix index
 

@@ -3,8 +3,8 @@
 The prefix index keeps the full pages of a preempted request as long as it can. Its last page, which is partly filled, goes to host memory
 at once, so that no token runs again.
 
-While replies go on, a step copies no more than is copied beside it, and the sequence goes on in the next step (`load_more`). It runs when
-all its pages are there. So the replies do not wait for the copies.
+While replies go on, a step copies no more than is copied beside it, and the sequence goes on in the next step (`load_more`). It runs, and its
+pages enter the index, when all of them are there. So the replies do not wait for the copies.
 """
 
 from collections.abc import Sequence as Seq
@@ -27,6 +27,7 @@ from nanovllm.state.window_frames import num_retired, num_served
 def load(draft: Draft, sequence: Sequence, num_matched: int) -> Sequence:
     """Let a sequence go on with pages from host memory. They enter the index, so later requests share them.
 
+    While replies go on, it gets as many pages as the step may still copy in, which may be none. Then `loading` says up to where others follow.
     A partly filled page of the sequence is replaced by the whole one.
 
     Args:
@@ -37,7 +38,10 @@ def load(draft: Draft, sequence: Sequence, num_matched: int) -> Sequence:
     Returns:
         The sequence with more tokens filled; the same one if host memory has none of them, or if running them is faster.
     """
-    goes_on, sequence = sequence.loading, replace(sequence, loading=False) if sequence.loading else sequence
+    room, until = None if draft.pool.frames is not None else draft.load_room, sequence.loading
+    if until and room == 0:
+        return sequence
+    sequence = replace(sequence, loading=0) if until else sequence
     pool, size = draft.pool, draft.config.page_size
     held, host = sequence.num_filled // size, pool.host
     if host is None or not len(host.by_key) or num_matched > held:
@@ -47,18 +51,22 @@ def load(draft: Draft, sequence: Sequence, num_matched: int) -> Sequence:
     if pool.frames is not None and (sequence.num_filled % size or sequence.pages.length != held):
         return sequence
     tokens, namespace = sequence.tokens.array(), sequence.request.namespace
-    room = None if draft.load_room is None or pool.frames is not None else max(1, draft.load_room)
-    shared, found, filled = _longest(pool, host, sequence, held, room if goes_on else None)
+    shared, found, filled = _longest(pool, host, sequence, held, room if until else None)
     num_tokens = min(filled, len(tokens) - 1) - sequence.num_filled  # the last token runs in any case
     retired = retired_at(pool, sequence, filled)
     behind = max(0, retired - held)  # pages after those of the sequence whose frames it does not need
     what = copied(pool, shared, len(found), behind)
     num_bytes = len(what.pages) * (host.page_bytes - host.frame_bytes) + len(what.frames) * host.frame_bytes
-    if num_tokens <= 0 or not (goes_on or offload.worth_loading(num_tokens, num_bytes, host.rates)):
+    if num_tokens <= 0 or not (until or offload.worth_loading(num_tokens, num_bytes, host.rates)):
         return sequence
-    if room is not None and room < len(found):
-        pool = replace(pool, host=offload.needed_soon(host, found[room:]))
-        found, filled = found[:room], (held + room) * size
+    if room is not None:
+        until = until or filled
+        if room < len(found):
+            pool = replace(pool, host=offload.needed_soon(host, found[room:]))
+            found, filled = found[:room], (held + room) * size
+        if not found:
+            draft.pool = pool
+            return replace(sequence, loading=until)
     done = bring_in(pool, shared, found, behind)
     if done is None:
         return sequence
@@ -68,11 +76,13 @@ def load(draft: Draft, sequence: Sequence, num_matched: int) -> Sequence:
     pages = sequence.pages.truncate(held).extend(shared).extend(fresh)
     longer = replace(sequence.with_pages(pages, filled), retired=retired)
     pool = pools.release(pool, sequence.pages.array(held))
+    if room is not None:
+        draft.load_room = room - len(found)
+        if filled < until:
+            draft.pool = pool
+            return replace(longer, loading=until)
     draft.pool = pools.insert(pool, tokens[: longer.num_filled], longer.pages.array(), namespace)
-    if room is None:
-        return longer
-    draft.load_room = max(0, room - len(found))
-    return replace(longer, loading=True)
+    return longer
 
 
 def retired_at(pool: Pool, sequence: Sequence, num_filled: int) -> int:

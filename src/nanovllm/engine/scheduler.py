@@ -26,6 +26,8 @@ from nanovllm.state.request import Queue, Sequence
 from nanovllm.state.steady import Steady
 from nanovllm.state.vector import joined
 
+ALONE = 4  # in one of so many steps pages are copied in although prompts run, whose inputs then wait for the copies
+
 
 def schedule(
     pool: Pool,
@@ -50,8 +52,8 @@ def schedule(
     draft = Draft(pool, list(running), waiting, config, expected_reply)
     draft.retire()
     set_reading_apart(draft)
-    if pool.host is not None and decoding_rows(draft):
-        draft.load_room = pool.host.loaded_per_step
+    per_step = pool.host.loaded_per_step if pool.host is not None and decoding_rows(draft) else None
+    draft.load_room = None if per_step is None else 0  # until it is known whether prompts run
     load_more(draft)
     jump(draft)
     decoding = decoding_rows(draft)
@@ -83,6 +85,9 @@ def schedule(
             prefill[id_of(sequence)] = count
             offer(draft, [admitted])
         room = room.after(sequence, max(1, count))
+    if per_step is not None and not (draft.num_preempted or draft.stuck) and (not prefill or num_steps % ALONE == 0):
+        draft.load_room = per_step
+        load_more(draft)
     return draft.finish(chosen, prefill)
 
 

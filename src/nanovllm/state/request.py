@@ -114,7 +114,8 @@ class Sequence:
         gaps: The gaps of the chunk with which the sequence began.
         retired: The number of leading pages whose KV in layers with a sliding window it no longer needs.
         carried: What `process_logits` carries after the newest token, or None.
-        loading: Whether its pages are being copied in while replies go on. It runs no token meanwhile.
+        loading: The number of leading tokens whose pages are being copied in while replies go on; it runs no token before they are there.
+            0: no pages are.
     """
 
     request: Request
@@ -131,7 +132,7 @@ class Sequence:
     gaps: Gaps = ()
     retired: int = 0
     carried: Any = None
-    loading: bool = False
+    loading: int = 0
 
     def __repr__(self) -> str:
         return brief_fields(self)
@@ -168,7 +169,7 @@ class Sequence:
     def restart(self, pages: IntVector, num_filled: int, retired: int = 0) -> "Sequence":
         """The sequence over pages of the prefix index, or over none. All its KV is then exact, so its provenance and gaps are reset."""
         return replace(
-            self, pages=pages, num_filled=num_filled, provenance=EXACT, exact_len=0, gaps=(), retired=retired, loading=False
+            self, pages=pages, num_filled=num_filled, provenance=EXACT, exact_len=0, gaps=(), retired=retired, loading=0
         )  # fmt: skip
 
     def advance(self, count: int) -> "Sequence":
