@@ -4,8 +4,8 @@
     python benchmarks/kv_beside.py --model tiny --device cpu --host-kv-gib 1 --prompt 512 --visitors 6 --rows 2 --which gaps
 
 `gaps`: `--rows` replies go on all the time. Beside them visitors come at a steady rate, one after the other, each with one of `--visitors`
-prompts of `--prompt` tokens that ran before, and get one token. Their number per second is chosen so that copies of their KV have
-`--rate` bytes per second. The measurements take `--seconds` seconds each:
+prompts of `--prompt` tokens that ran before, and get one token. So many come per second that the KV of their prompts has `--rate` bytes per
+second. The measurements take `--seconds` seconds each:
 
 - `alone`: no visitor comes;
 - `device`: the visitors' KV is on the device, so nothing is copied;
@@ -17,8 +17,8 @@ second that were copied in and out, the milliseconds to a visitor's first token,
 take turns for `--repeats` times, and the gaps of all turns count together; `p99_of_each` has the 99th percentile of each turn. `alone` and
 `device` are measured on one engine, the others on engines of their own.
 
-`workloads`: the workloads of `nanovllm bench`, on an engine without host memory and on one with it, by turns. Both have pages for
-`--pool` tokens, so that the second one copies evicted pages out. `slower_percent` says by how much the medians of the second are worse.
+`workloads`: the workloads of `nanovllm bench`, on an engine without host memory and on one with it, by turns. `slower_percent` says by how
+much the medians of the second are worse. With `--pool` both have pages for so few tokens that the second one must copy pages out.
 """
 
 import argparse
@@ -42,6 +42,7 @@ from nanovllm.state.kv_cache import pages_for
 
 PAGE, TAIL = 16, 16  # tokens of a page, and of a visitor's prompt that are new each time
 ENGINES = {"alone": "device", "device": "device", "host": "host", "run": "run"}  # by way
+SHARE = 0.45  # of the device's memory for one of two engines
 REPLY_PROMPT = 128  # tokens before each reply that goes on
 
 
@@ -167,8 +168,17 @@ def workloads(model: nv.Model, options: argparse.Namespace) -> dict[str, Any]:
     """The workloads without host memory and with it."""
     names, found = options.workloads.split(","), {"without": dict[str, list[float]](), "with": dict[str, list[float]]()}
     longest = min(model.config.max_position_embeddings, max(LONGEST[name] for name in names) + 1)
-    sizes: dict[str, Any] = {"num_pages": pages_for(options.pool, PAGE), "page_size": PAGE, "max_model_len": longest}
-    engines = {"without": Engine(model, **sizes), "with": Engine(model, **sizes, host_kv_gib=options.host_kv_gib)}
+    sizes: dict[str, Any] = {"page_size": PAGE, "max_model_len": longest}
+    if options.pool:
+        sizes["num_pages"] = pages_for(options.pool, PAGE)
+    elif model.device.type == "cuda":
+        sizes["memory_fraction"] = SHARE
+    engines = {"without": Engine(model, **sizes)}
+    if "memory_fraction" in sizes:  # of the whole memory, that of the first engine included
+        sizes = {key: value for key, value in sizes.items() if key != "memory_fraction"} | {
+            "num_pages": engines["without"].state.config.num_pages
+        }
+    engines["with"] = Engine(model, **sizes, host_kv_gib=options.host_kv_gib)
     for _ in range(options.repeats):
         for name, engine in engines.items():
             for one in measure(engine.generate, names, model.config.vocab_size, 1, lambda engine=engine: engine.spent):
@@ -179,7 +189,8 @@ def workloads(model: nv.Model, options: argparse.Namespace) -> dict[str, Any]:
         key: round(100 * (1 - medians["with"][key] / plain if key.endswith("_tok_s") else medians["with"][key] / plain - 1), 2)
         for key, plain in medians["without"].items()
     }
-    return {"slower_percent": slower, **medians, "each": found, "offloaded_tokens": copied}
+    pages = engines["with"].state.config.num_pages
+    return {"slower_percent": slower, **medians, "each": found, "offloaded_tokens": copied, "num_pages": pages}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -191,12 +202,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--reply", type=positive, default=1000, help="tokens of such a reply (default: %(default)s)")
     parser.add_argument("--prompt", type=positive, default=16384, help="tokens of a visitor's prompt (default: %(default)s)")
     parser.add_argument("--visitors", type=positive, default=12, help="different prompts of visitors (default: %(default)s)")
-    parser.add_argument("--rate", type=float, default=10e9, help="bytes per second that visitors need (default: %(default)s)")
+    parser.add_argument("--rate", type=float, default=13e9, help="bytes per second that visitors need (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=4.0, help="seconds of a measurement (default: %(default)s)")
     parser.add_argument("--repeats", type=positive, default=3, help="turns of each way and of the workloads (default: %(default)s)")
     parser.add_argument("--ways", default=",".join(ENGINES), metavar="WAY,...", help="which ways (default: %(default)s)")
     parser.add_argument("--workloads", default="b1,b8,b64,offline", metavar="NAME,...", help="which workloads (default: %(default)s)")
-    parser.add_argument("--pool", type=positive, default=65536, help="tokens of the pool for workloads (default: %(default)s)")
+    parser.add_argument("--pool", type=positive, help="tokens of the pool for workloads (default: as many as the device gives)")
     parser.add_argument("--which", default="gaps,workloads", metavar="NAME,...", help="what to measure (default: %(default)s)")
     parser.add_argument("--commit", help="commit to record (default: the commit that git reports)")
     parser.add_argument("--output", type=Path, help="write the results to this JSON file")

@@ -25,9 +25,9 @@ LONG = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 PAGES = 5  # of a prompt that comes back
 
 
-def engine(per_step: int, num_pages: int = 30, late: bool = False) -> EngineState:
+def engine(per_step: int, num_pages: int = 30, late: bool = False, **options: int) -> EngineState:
     """An engine that loads so many pages of 4 tokens in a step while replies go on, and whose host memory has the pages of two prompts."""
-    state = init_state(MODEL, num_pages=num_pages, page_size=4, host_kv_gib=1 / 1024)
+    state = init_state(MODEL, num_pages=num_pages, page_size=4, host_kv_gib=1 / 1024, **options)
     host, runtime = state.pool.host, runtime_of(state)
     assert host is not None
     if late:
@@ -162,3 +162,21 @@ def test_host_pages_that_a_request_waits_for_are_replaced_last():
     assert state.pool.host is not None
     left = replaced(state.pool.host, state.pool.host.ages.count - PAGES)
     assert {*keys_from(np.array(prompt(0), np.int32), 0, 4)} == {*left.by_key}
+
+
+def test_steps_that_run_prompts_load_in_one_of_four():
+    """A new prompt, of which a step runs two tokens, comes after one that is in host memory. Its inputs do not wait for copies."""
+    state, _ = replying(engine(1, max_num_batched_tokens=3))
+    state, rid = submit(MODEL, state, prompt(0), GREEDY)
+    state, _ = step(MODEL, state)
+    state, new = submit(MODEL, state, prompt(50), GREEDY)
+    both, prompts = 0, 0
+    while any(s.loading for s in state.running):
+        before = state.stats
+        state, _ = step(MODEL, state)
+        check(state)
+        prompts += state.stats.prefill_tokens > before.prefill_tokens
+        both += state.stats.prefill_tokens > before.prefill_tokens and state.stats.loaded_tokens > before.loaded_tokens
+    assert prompts >= 8 and 0 < both <= -(-prompts // 4)
+    outputs = drain(MODEL, state)[1]
+    assert outputs[rid].token_ids == alone(0) and outputs[new].token_ids == alone(50)

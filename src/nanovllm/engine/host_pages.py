@@ -3,8 +3,8 @@
 The prefix index keeps the full pages of a preempted request as long as it can. Its last page, which is partly filled, goes to host memory
 at once, so that no token runs again.
 
-While replies go on, a step copies no more than is copied beside it, and the sequence goes on in the next step (`load_more`). It runs, and its
-pages enter the index, when all of them are there. So the replies do not wait for the copies.
+While replies go on, a step copies no more than is copied beside it, and the sequence goes on in the next step (`load_more`). When all its
+pages are there, they enter the index, and it runs. So the replies do not wait for the copies.
 """
 
 from collections.abc import Sequence as Seq
@@ -27,7 +27,7 @@ from nanovllm.state.window_frames import num_retired, num_served
 def load(draft: Draft, sequence: Sequence, num_matched: int) -> Sequence:
     """Let a sequence go on with pages from host memory. They enter the index, so later requests share them.
 
-    While replies go on, it gets as many pages as the step may still copy in, which may be none. Then `loading` says up to where others follow.
+    While replies go on, it gets as many pages as the step may still copy in, which may be none. `loading` says up to where others follow.
     A partly filled page of the sequence is replaced by the whole one.
 
     Args:
