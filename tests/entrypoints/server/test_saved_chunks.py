@@ -2,9 +2,11 @@
 
 import errno
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -373,6 +375,19 @@ def test_a_mark_that_cannot_be_deleted(served: Live) -> None:
     mark.mkdir()
     assert served.call("DELETE", "/v1/chunks/king/save").status == 200 and not files(served)
     assert served.call("DELETE", "/v1/chunks/king").status == 200
+
+
+def test_a_log_on_a_full_disk_ends_no_server(served: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert served.post("/v1/chunks/king/save", {}).status == 200
+    (saved,) = files(served)
+    saved.write_bytes(saved.read_bytes()[:-1])
+    with open("/dev/full", "w", encoding="utf-8", buffering=1) as log:
+        monkeypatch.setattr(sys, "stderr", log)
+        assert again(served) == []
+        monkeypatch.undo()
+        with suppress(OSError):  # what is left in its buffer
+            log.close()
+    assert served.post("/v1/completions", GREEDY).status == 200
 
 
 def test_a_mark_is_never_there_in_part(served: Live, monkeypatch: pytest.MonkeyPatch) -> None:
