@@ -16,7 +16,7 @@ from nanovllm.executor.executor import runtime_of
 from nanovllm.files import TEMPORARY
 from nanovllm.state.engine_state import EngineState
 
-REPLY, TAIL = 8, [5, 6, 7]  # tokens of each reply; what follows a chunk in a prompt
+REPLY, TAIL = 5, [5, 6, 7]  # tokens of each reply; what follows a chunk in a prompt
 GIB = 24 * 65632 / 2**30  # the size limit of the pages of a folder: that of 24 files
 OLD = 120.0  # seconds
 DRAW = random.Random(0)
