@@ -124,8 +124,13 @@ def hurt(case: Case) -> dict[str, Any]:
         if ended.code and not ended.killed:
             return {"crashes": 1, "says": ended.errors, "told": ended.told}
         before = BEFORE if case.act in (lives.later, lives.busy) else []
-        prompts = {lives.begun: PROMPTS[:1], lives.first: PROMPTS[:2], lives.later: PROMPTS[:4], lives.busy: PROMPTS}[case.act]
-        row = judged(Tester.model, Tester.right, folder, [*before, *ended.told], prompts)
+        known: dict[Act, list[list[int]]] = {
+            lives.begun: PROMPTS[:1],
+            lives.first: PROMPTS[:2],
+            lives.later: PROMPTS[:4],
+            lives.busy: PROMPTS,
+        }
+        row = judged(Tester.model, Tester.right, folder, [*before, *ended.told], known[case.act])
         return row | {"killed": ended.killed, "told": ended.told}
 
 
