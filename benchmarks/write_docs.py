@@ -205,7 +205,7 @@ def kv_faults(result: dict[str, Any]) -> str:
         for name, one in result["crash"].items()
     ]  # fmt: skip
     damages = [
-        (f"`{name}`" if "." in name else name, str(one["tried"]), str(one["crashes"]), told(one["how"]), *of_all(one))
+        (name, str(one["tried"]), str(one["crashes"]), told(one["how"]), *of_all(one))
         for name, one in result["corruption"].items()
         if name != "none"
     ]
