@@ -35,6 +35,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -151,18 +152,23 @@ def template(model: nv.Model, act: Act, before: Path | None, folder: Path) -> Pa
 
 def crashes(tester: Tester, started: Path, filled: Path, every: int) -> dict[str, Any]:
     """The figures of servers that are killed."""
-    found, draw = dict[str, Any](), random.Random(1)
-    for name, before, act, step in (
-        ("while the folder is made", None, lives.begun, 8),  # most of these calls write pages to measure the disk, all in the same way
-        ("while the first pages and chunks are written", started, lives.first, 1),
-        ("while files are replaced and deleted", filled, lives.later, 1),
-    ):
-        count = dict(tester.run(hurt, [Case(template=before, act=act, at=NEVER)])[0]["told"][-1:])["points"]
-        rows = tester.run(hurt, [Case(template=before, act=act, at=at) for at in range(0, count, step * every)])
-        found[name] = {"calls": count, "kills": sum(row.get("killed", 0) for row in rows), **summed(rows)}
+    found, draw, cases = dict[str, Any](), random.Random(1), dict[str, list[Case]]()
+    lived_to_the_end = {
+        "while the folder is made": Case(template=None, act=lives.begun, at=NEVER),
+        "while the first pages and chunks are written": Case(template=started, act=lives.first, at=NEVER),
+        "while files are replaced and deleted": Case(template=filled, act=lives.later, at=NEVER),
+    }
+    counts = [dict(row["told"][-1:])["points"] for row in tester.run(hurt, [*lived_to_the_end.values()])]
+    for (name, case), count in zip(lived_to_the_end.items(), counts, strict=True):
+        step = 8 if case.template is None else 1  # most calls that make a folder write pages to measure the disk, all in the same way
+        cases[name] = [replace(case, at=at) for at in range(0, count, step * every)]
+        found[name] = {"calls": count}
     times = [draw.uniform(0.0, 1.2) for _ in range(max(1, 40 // every))]
-    rows = tester.run(hurt, [Case(template=filled, act=lives.busy, seconds=seconds) for seconds in times])
-    found["at random times"] = {"kills": sum(row.get("killed", 0) for row in rows), **summed(rows)}
+    cases["at random times"] = [Case(template=filled, act=lives.busy, seconds=seconds) for seconds in times]
+    rows = iter(tester.run(hurt, [case for of_name in cases.values() for case in of_name]))
+    for name, of_name in cases.items():
+        own = [*islice(rows, len(of_name))]
+        found[name] = {**found.get(name, {}), "kills": sum(row.get("killed", 0) for row in own), **summed(own)}
     return found
 
 
@@ -284,8 +290,9 @@ def full_disk(tester: Tester, filled: Path, every: int) -> dict[str, Any]:
         "no space after some bytes": [replace(later, free=free) for free in range(0, 1_500_000, 75_000)],
         "the same in an empty folder": [Case(template=None, act=lives.first, free=free) for free in (0, 16, 1000, 70_000, 400_000)],
     }
+    every_row = iter(tester.run(hurt, [case for cases in plans.values() for case in cases[::every]]))
     for name, cases in plans.items():
-        rows = tester.run(hurt, cases[::every])
+        rows = [*islice(every_row, len(cases[::every]))]
         told = [each for row in rows for each in row["told"]]
         counts = Counter(each[2] for each in told if each[0] == "refused")
         counts.update(f"no start: {each[1].split(':')[0]}" for each in told if each[0] == "no start")

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def test_the_figures(tmp_path: Path) -> None:
     output = tmp_path / "faults.json"
-    command = [sys.executable, "-m", "benchmarks.kv_faults", "--every", "1000", "--commit", "abc", "--output", str(output)]
+    command = [sys.executable, "-m", "benchmarks.kv_faults", "--every", "1000", "--jobs", "4", "--commit", "abc", "--output", str(output)]
     ended = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr
     told = json.loads(output.read_text())
