@@ -20,7 +20,7 @@ The figures count what must not be:
 - `stale`: chunks that are there though a call that replaces or deletes them was answered;
 - `unnoticed`: damages to pages and chunks that neither a digest nor a header told.
 
-The exit status is 1 if one of these is not 0. All cases take about four minutes on two cores; `--every N` takes one of N.
+The exit status is 1 if one of these is not 0. All cases take some nine minutes of processor time; `--every N` takes one of N.
 """
 
 import argparse
