@@ -12,6 +12,7 @@ Tables and pictures are in blocks between markers. A document may have any numbe
 - `<!-- embed: NAME.json -->` ... `<!-- /embed -->`: the steps of a caller's program, from a file of `benchmarks/embed.py`.
 - `<!-- http: NAME.json -->` ... `<!-- /http -->`: a row for each number of streams in a file of `benchmarks/http_bench.py`.
 - `<!-- faults: NAME.json -->` ... `<!-- /faults -->`: a row for each fault in a file of `benchmarks/http_faults.py`.
+- `<!-- kv-faults: NAME.json -->` ... `<!-- /kv-faults -->`: kills, damaged files and full disks, from a file of `benchmarks/kv_faults.py`.
 - `<!-- host: NAME.json -->` ... `<!-- /host -->`: a row for each kind of client in a file of `benchmarks/host.py`.
 - `<!-- formats: NAME.json -->` ... `<!-- /formats -->`: what quantised weights and KV cost, from a file of `benchmarks/formats.py`.
 - `<!-- past: NAME.json -->`, `<!-- past-parts: NAME.json -->`, `<!-- all-reduces: NAME.json -->` and `<!-- fits: NAME.json -->`, each with
@@ -45,7 +46,7 @@ PAGES = (
     EXPLANATION / "past-these-machines.md",
 )
 DOCUMENTS = (ROOT / "docs/explanation/performance.md", ROOT / "docs/reference/figures.md", ROOT / "README.md", *PAGES)
-KINDS = "bench|brief|formats|families|embed|http|faults|host|past-parts|past|all-reduces|fits|break-even|fleet|failures|keys|fit"
+KINDS = "bench|brief|formats|families|embed|http|kv-faults|faults|host|past-parts|past|all-reduces|fits|break-even|fleet|failures|keys|fit"
 BLOCK = re.compile(rf"(<!-- ({KINDS}): ([\w.-]+)\.json -->\n).*?(<!-- /\2 -->)", re.S)
 NONE = "No figures yet.\n"
 BRIEF = {
@@ -74,6 +75,17 @@ EMBED = {
     "beam": "a step of a beam search with `split_rows`, captured",
 }
 EMBED_SECONDS = {"compile": "time of the first two calls of the compiled step", "capture": "time of `capture`"}
+
+KV_FAULTS = {
+    "when it is read": "digest or header, when it is read",
+    "when it is read, an error is counted": "an error of the disk, when it is read",
+    "at the start, stderr": "a line on stderr, before a client asks",
+    "in use, `chunk_file`": "error `chunk_file`",
+    "in use, `chunk_not_found`": "error `chunk_not_found`",
+    "at the start": "the chunk has no name at the start",
+    "no start: InvalidRequestError": "no start, `InvalidRequestError`",
+    "chunk_file": "error `chunk_file`",
+}
 
 HOST = {
     "plain": "replies and nothing else",
@@ -176,6 +188,44 @@ def faults(result: dict[str, Any]) -> str:
     head = ("fault", "what its clients get", "after", "a right answer comes after", "memory of the processes", "pages that are lost")
     about = f"The packaged model on {result['cpu']}, commit {result['commit']}:"
     return "\n".join((about, "", *table(head, lines))) + "\n"
+
+
+def kv_faults(result: dict[str, Any]) -> str:
+    """Return three tables of servers with KV on disk: those that were killed, those with damaged files, and those with full disks."""
+
+    def of_all(one: dict[str, Any]) -> tuple[str, str]:
+        return f"{one['right']:,} of {one['replies']:,}", str(one["wrong"])
+
+    def told(counts: dict[str, int]) -> str:
+        return "; ".join(f"{KV_FAULTS.get(what, what)}: {count}" for what, count in sorted(counts.items(), key=lambda item: -item[1]))
+
+    kills = [
+        (name, str(one["kills"]), str(one["restarts"]), *of_all(one), f"{one['lost']}, {one['stale']}", f"{one['read_tokens']:,}",
+         f"{one['temporary_left']}, {one['temporary_after']}", f"{one['start_ms']} ms ({one['longest_start_ms']})")
+        for name, one in result["crash"].items()
+    ]  # fmt: skip
+    damages = [
+        (name, str(one["tried"]), str(one["crashes"]), told(one["how"]), *of_all(one))
+        for name, one in result["corruption"].items()
+        if name != "none"
+    ]
+    full = [
+        (name, str(one["tried"]), str(one["replies_meanwhile"]), f"{one['errors']}", told(one["refused"]), *of_all(one))
+        for name, one in result["full_disk"].items()
+    ]
+    right = ("right replies of the next server", "wrong replies")
+    chunks = "saved chunks that are missing, deleted ones that are there"
+    parts = (
+        f"The packaged model on {result['cpu']}, commit {result['commit']} (`{result['command']}`). Servers that were killed:",
+        table(
+            ("killed", "kills", "restarts", *right, chunks, "tokens read", "temporary files left, after", "start, median (longest)"), kills
+        ),
+        ["Damaged files:"],
+        table(("file", "damages", "crashes", "how they are found, and how often", *right), damages),
+        ["Disks that are full:"],
+        table(("writes fail", "servers", "replies meanwhile", "errors that are counted", "what is refused", *right), full),
+    )
+    return "\n\n".join(part if isinstance(part, str) else "\n".join(part) for part in parts) + "\n"
 
 
 def host(result: dict[str, Any]) -> str:
@@ -369,7 +419,7 @@ def fit(result: dict[str, Any]) -> str:
 
 
 SIMPLE = {
-    "embed": embed, "formats": formats, "families": families, "http": http, "faults": faults, "host": host,
+    "embed": embed, "formats": formats, "families": families, "http": http, "faults": faults, "kv-faults": kv_faults, "host": host,
     "past": past, "past-parts": past_parts, "all-reduces": all_reduces, "fits": fits, "break-even": break_even,
     "fleet": fleet, "failures": failures, "keys": keys, "fit": fit,
 }  # fmt: skip

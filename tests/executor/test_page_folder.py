@@ -388,6 +388,17 @@ def test_any_sequence_of_calls_returns_only_what_was_written(moves, tmp_path_fac
         assert sum(file.stat().st_size for file in stored(path)) <= folder.max_bytes
 
 
+def test_a_note_that_is_a_pipe_is_none_and_nobody_waits_for_it(tmp_path: Path):
+    folder = opened(tmp_path)
+    folder.note("rates.json", 2.0)
+    (note,) = tmp_path.rglob("rates.json")
+    note.unlink()
+    os.mkfifo(note)
+    assert folder.about("rates.json") is None
+    folder.note("rates.json", 3.0)
+    assert folder.about("rates.json") == 3.0
+
+
 def test_reads_are_measured_and_the_measured_pages_are_deleted(tmp_path: Path):
     folder = opened(tmp_path)
     assert folder.measure(3, 2) > 0

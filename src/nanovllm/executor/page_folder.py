@@ -260,8 +260,8 @@ class PageFolder:
 
     def about(self, name: str) -> Any:
         """A small JSON value that was noted with the pages of this identity; None if there is none."""
-        with suppress(OSError, ValueError, RecursionError):
-            return json.loads((self._own / name).read_bytes())
+        with suppress(OSError, ValueError, RecursionError), os.fdopen(open_file(self._own / name), "rb") as file:
+            return json.loads(file.read())
         return None
 
     def note(self, name: str, value: Any) -> None:

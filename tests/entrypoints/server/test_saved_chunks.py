@@ -2,9 +2,11 @@
 
 import errno
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -373,6 +375,50 @@ def test_a_mark_that_cannot_be_deleted(served: Live) -> None:
     mark.mkdir()
     assert served.call("DELETE", "/v1/chunks/king/save").status == 200 and not files(served)
     assert served.call("DELETE", "/v1/chunks/king").status == 200
+
+
+def test_a_log_on_a_full_disk_ends_no_server(served: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert served.post("/v1/chunks/king/save", {}).status == 200
+    (saved,) = files(served)
+    saved.write_bytes(saved.read_bytes()[:-1])
+    with open("/dev/full", "w", encoding="utf-8", buffering=1) as log:
+        monkeypatch.setattr(sys, "stderr", log)
+        assert again(served) == []
+        monkeypatch.undo()
+        with suppress(OSError):  # what is left in its buffer
+            log.close()
+    assert served.post("/v1/completions", GREEDY).status == 200
+
+
+def test_a_mark_is_never_there_in_part(served: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved_chunks.path_of(served.engine.named.limits, "", "king")
+    mark, seen, opening = path.with_suffix(saved_chunks.MARK), list[str | None](), os.open
+
+    def noting(*args: Any, **options: Any) -> int:
+        seen.append(mark.read_text() if mark.exists() else None)
+        return opening(*args, **options)
+
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", noting)
+        saved_chunks.mark(path, "king")
+        mark.write_text("another")
+        saved_chunks.mark(path, "king")
+        old = mark.stat().st_mtime_ns
+        saved_chunks.mark(path, "king")
+    assert {*seen} == {None, "another", "king"} and mark.stat().st_mtime_ns > old
+    assert saved_chunks.is_marked(path, "king") and not [*path.parent.glob("*.tmp")]
+
+
+def test_a_mark_that_is_a_pipe_is_none_and_nobody_waits_for_it(served: Live) -> None:
+    assert served.post("/v1/chunks/king/save", {}).status == 200
+    path = saved_chunks.path_of(served.engine.named.limits, "", "king")
+    path.with_suffix(saved_chunks.MARK).unlink()
+    os.mkfifo(path.with_suffix(saved_chunks.MARK))
+    assert again(served) == [] and not saved_chunks.is_marked(path, "king")
+    saved_chunks.mark(path, "king")
+    assert again(served) == [("king", 11)]
 
 
 def test_temporary_files_of_killed_engines_are_deleted(served: Live, monkeypatch: pytest.MonkeyPatch) -> None:

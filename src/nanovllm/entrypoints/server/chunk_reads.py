@@ -1,11 +1,11 @@
 """`ChunkReads`: which chunk is read from its file next, and who waits for it."""
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from nanovllm.entrypoints.server.held import Held
+from nanovllm.entrypoints.server.operator_lines import say
 from nanovllm.entrypoints.server.side_thread import SideThread
 from nanovllm.entrypoints.server.unread_chunks import read_in
 from nanovllm.errors import NanoVLLMError, OutOfPagesError, QueueFullError
@@ -75,7 +75,7 @@ class ChunkReads:
         if isinstance(error, OutOfPagesError):
             self._put_off.add(number)
         elif error is not None:
-            print(f"nanovllm: a chunk was not loaded again: {error}", file=sys.stderr, flush=True)
+            say(f"a chunk was not loaded again: {error}")
         self._tell(number, error)
 
     def _tell(self, number: int, error: NanoVLLMError | None) -> None:

@@ -7,7 +7,6 @@ without waiting. A front end that reads nothing while much waits for it is cut o
 import selectors
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,6 +31,7 @@ from nanovllm.entrypoints.server.engine_metrics import EngineMetrics, Timeline
 from nanovllm.entrypoints.server.held import Held
 from nanovllm.entrypoints.server.named_chunks import ChunkLimits, NamedChunks, prefix, without_compositions
 from nanovllm.entrypoints.server.news import News, Owner
+from nanovllm.entrypoints.server.operator_lines import say
 from nanovllm.entrypoints.server.peer import MOST_UNSENT, STALL_SECONDS, Peer
 from nanovllm.entrypoints.server.side_thread import Later, SideThread
 from nanovllm.entrypoints.server.unread_chunks import hold_marked
@@ -141,13 +141,13 @@ class EngineLoop:
         held, problems = hold_marked(self._held())
         self._hold(held)
         for problem in problems:
-            print(f"nanovllm: a chunk was not loaded again: {problem}", file=sys.stderr, flush=True)
+            say(f"a chunk was not loaded again: {problem}")
 
     def save_chunks(self) -> None:
         """After `run`: save the chunks that have no files, if chunks are kept. Those that cannot be saved are named on stderr."""
         self._note_used()
         for problem in save_kept(self._held()):
-            print(f"nanovllm: a chunk was not saved: {problem}", file=sys.stderr, flush=True)
+            say(f"a chunk was not saved: {problem}")
 
     def run(self) -> None:
         """Serve until `stop`.
@@ -577,7 +577,7 @@ class EngineLoop:
                     self._selector.modify(peer.sock, selectors.EVENT_READ | selectors.EVENT_WRITE, peer)
             if peer.stalled:
                 told = f"a front end reads nothing, and {peer.unsent} bytes wait for it: its {len(peer.requests)} requests are cancelled"
-                print(f"nanovllm: {told}", file=sys.stderr, flush=True)
+                say(told)
                 self._drop(peer)
         self._spoken_to.clear()
 
@@ -585,7 +585,7 @@ class EngineLoop:
 def _tell_of_failure(value: Any) -> None:
     """Tell of a chunk that could not be saved while nothing else was to be done. It is tried again at the end."""
     if isinstance(value, NanoVLLMError):
-        print(f"nanovllm: a chunk was not saved: {value}", file=sys.stderr, flush=True)
+        say(f"a chunk was not saved: {value}")
 
 
 def kept_value(values: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:

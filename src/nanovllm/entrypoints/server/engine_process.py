@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +13,7 @@ from nanovllm.entrypoints.process import freeze
 from nanovllm.entrypoints.ranks.leader import start
 from nanovllm.entrypoints.ranks.settings import RANK_TIMEOUT, chosen_devices, settings_of
 from nanovllm.entrypoints.server.engine_loop import EngineLoop
+from nanovllm.entrypoints.server.operator_lines import say
 from nanovllm.entrypoints.server.serving_tokenizer import ReplyFormats
 from nanovllm.entrypoints.server.starting import DEAD, READY, tell
 from nanovllm.errors import EngineDeadError, NanoVLLMError
@@ -63,7 +63,7 @@ def run_engine(
         loop.save_chunks()
         flush_kv(loop.state)
     except EngineDeadError as error:
-        print(f"nanovllm: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        say(f"error: {' '.join(str(error).split())}")
         return DEAD
     return 0
 

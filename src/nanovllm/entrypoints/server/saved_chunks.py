@@ -74,14 +74,18 @@ def label(path: Path, name: str) -> None:
 def mark(path: Path, name: str) -> None:
     """Note that the chunk of a file is in memory, if the file is still there. A mark that cannot be written is none."""
     with suppress(OSError):
-        if path.exists():
-            path.with_suffix(MARK).write_text(name)
+        if is_marked(path, name):
+            os.utime(path.with_suffix(MARK))
+        elif path.exists():
+            with temporary(path.parent) as (fd, made):  # a process that is killed here leaves the old mark or the new one
+                os.write(fd, name.encode())
+                os.replace(made, path.with_suffix(MARK))
 
 
 def is_marked(path: Path, name: str) -> bool:
     """Whether the chunk in memory is that of the file."""
-    with suppress(OSError, UnicodeDecodeError):
-        return path.exists() and path.with_suffix(MARK).read_text() == name
+    with suppress(OSError):
+        return path.exists() and _noted(path, MARK) == name
     return False
 
 
@@ -121,10 +125,9 @@ def marked(limits: ChunkLimits, space: str) -> dict[str, int]:
     """The names of a namespace whose chunks were in memory and have files, and when these were saved, loaded or `used`, in nanoseconds."""
     times = dict[str, int]()
     for path in path_of(limits, space, "").parent.glob(f"*{MARK}"):
-        with suppress(OSError, UnicodeDecodeError):
-            name, time = path.read_text(), path.stat().st_mtime_ns
-            if path_of(limits, space, name).with_suffix(MARK) == path:
-                times[name] = time
+        with suppress(OSError):
+            if (name := _noted(path, MARK)) is not None:
+                times[name] = path.stat().st_mtime_ns
     return times
 
 
