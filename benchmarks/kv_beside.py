@@ -156,8 +156,8 @@ def told(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
     found = {
         "gap_ms": percentiles([each for one in turns for each in one["gaps"]]),
         "p99_of_each": [round(float(np.percentile(one["gaps"], 99)), 3) for one in turns],
-        "in_gb_per_second": round(sum(one["in_bytes"] for one in turns) / seconds / 1e9, 2),
-        "out_gb_per_second": round(sum(one["out_bytes"] for one in turns) / seconds / 1e9, 2),
+        "in_gb_per_second": round(sum(one["in_bytes"] for one in turns) / seconds / 1e9, 4),
+        "out_gb_per_second": round(sum(one["out_bytes"] for one in turns) / seconds / 1e9, 4),
         "prompt_tokens_per_second": round(sum(one["prompt_tokens"] for one in turns) / seconds),
         "reply_tokens_per_second": round(sum(one["tokens"] for one in turns) / seconds, 1),
     }

@@ -23,6 +23,7 @@ USERS = (
     *("benchmarks/kv_tiers.py", *EIGHT, "--which", "users", "--users", "200", "--visits", "200", "--at-once", "8"),
     *("--turn", "64", "--reply", "64", "--ways"),
 )
+BESIDE = ("benchmarks/kv_beside.py", "--host-kv-gib", "40", "--ways", "alone,device,host")
 RESTART = ("benchmarks.restart", "--device", "cuda", "--repeats", "2", "--host-kv-gib", "16")
 
 
@@ -113,6 +114,8 @@ LIST = (
     script("restart-8b", *RESTART, *EIGHT),
     script("kv-tiers", *TIERS, *EIGHT, quiet=True),
     script("kv-tiers-0.6b", *TIERS, *SMALL, quiet=True),
+    script("kv-beside", *BESIDE, *EIGHT, "--repeats", "2", limit=400, quiet=True),
+    script("kv-beside-0.6b", *BESIDE, *SMALL, quiet=True),
     script("soak", "benchmarks.soak", *SMALL, "--minutes", "10", limit=780, quiet=True),
 )
 PARTS: Mapping[str, Part] = MappingProxyType({part.name: part for part in LIST})

@@ -175,8 +175,8 @@ def test_steps_that_run_prompts_load_in_one_of_four():
         before = state.stats
         state, _ = step(MODEL, state)
         check(state)
-        prompts += state.stats.prefill_tokens > before.prefill_tokens
-        both += state.stats.prefill_tokens > before.prefill_tokens and state.stats.loaded_tokens > before.loaded_tokens
+        runs = state.stats.prefill_tokens - before.prefill_tokens > 1  # one token would run beside the replies
+        prompts, both = prompts + runs, both + (runs and state.stats.loaded_tokens > before.loaded_tokens)
     assert prompts >= 8 and 0 < both <= -(-prompts // 4)
     outputs = drain(MODEL, state)[1]
     assert outputs[rid].token_ids == alone(0) and outputs[new].token_ids == alone(50)
