@@ -32,7 +32,7 @@ def engine(per_step: int, num_pages: int = 30, late: bool = False, **options: in
     assert host is not None
     if late:
         runtime.host = HostMemory(state.kv, host.num_pages, LateCopies, stage_bytes=2 * host.page_bytes)
-    rates = Rates(tokens_per_second=1.0, bytes_per_second=1e15, step_seconds=per_step * host.page_bytes / 1e15)
+    rates = Rates(tokens_per_second=1e5, bytes_per_second=1e5 * host.page_bytes, step_seconds=per_step / 1e5)
     state = replace(state, pool=replace(state.pool, host=replace(host, rates=rates)))
     for seed in range(num_pages // PAGES + 2):
         state, _ = submit(MODEL, state, prompt(seed), GREEDY)
@@ -164,19 +164,31 @@ def test_host_pages_that_a_request_waits_for_are_replaced_last():
     assert {*keys_from(np.array(prompt(0), np.int32), 0, 4)} == {*left.by_key}
 
 
-def test_steps_that_run_prompts_load_in_one_of_four():
-    """A new prompt, of which a step runs two tokens, comes after one that is in host memory. Its inputs do not wait for copies."""
-    state, _ = replying(engine(1, max_num_batched_tokens=3))
+@pytest.mark.parametrize(("budget", "pages"), [(3, 1), (9, 2)])
+def test_steps_that_run_prompts_load_as_long_as_a_quarter_of_them_takes(budget, pages):
+    """A page takes as long as a token. So two tokens leave time for one page, which is the least, and eight for two."""
+    state, _ = replying(engine(1, max_num_batched_tokens=budget))
     state, rid = submit(MODEL, state, prompt(0), GREEDY)
     state, _ = step(MODEL, state)
     state, new = submit(MODEL, state, prompt(50), GREEDY)
-    both, prompts = 0, 0
+    loads = list[int]()
     while any(s.loading for s in state.running):
         before = state.stats
         state, _ = step(MODEL, state)
         check(state)
-        runs = state.stats.prefill_tokens - before.prefill_tokens > 1  # one token would run beside the replies
-        prompts, both = prompts + runs, both + (runs and state.stats.loaded_tokens > before.loaded_tokens)
-    assert prompts >= 8 and 0 < both <= -(-prompts // 4)
+        assert state.stats.prefill_tokens - before.prefill_tokens == budget - 1
+        loads.append((state.stats.loaded_tokens - before.loaded_tokens) // 4)
+    assert loads == [pages] * (4 // pages)
     outputs = drain(MODEL, state)[1]
     assert outputs[rid].token_ids == alone(0) and outputs[new].token_ids == alone(50)
+
+
+def test_what_a_long_prompt_leaves_time_for_is_loaded_and_runs_with_it():
+    """The prompt of 21 tokens comes first, so there is time for the five pages of the other prompt in the same step."""
+    state, _ = replying(engine(1))
+    state, _ = submit(MODEL, state, prompt(50), GREEDY)
+    state, rid = submit(MODEL, state, prompt(0), GREEDY)
+    before = state.stats
+    state, outputs = step(MODEL, state)
+    assert state.stats.loaded_tokens - before.loaded_tokens == 20 and rid in {one.request_id for one in outputs}
+    assert drain(MODEL, state)[1][rid].token_ids == alone(0)

@@ -152,7 +152,7 @@ def test_prompts_are_loaded_beside_replies_that_go_on(kv_dtype: str | None, per_
     state = nv.init_state(model, **{**limits, "num_pages": 80, "max_num_seqs": 8}, host_kv_gib=0.05)
     host = state.pool.host
     assert host is not None and 0 < host.rates.step_seconds < 1
-    rates = replace(ALWAYS, step_seconds=per_step * host.page_bytes / ALWAYS.bytes_per_second)
+    rates = Rates(tokens_per_second=1e4, bytes_per_second=1e4 * host.page_bytes, step_seconds=per_step / 1e4)
     state = replace(state, pool=replace(state.pool, host=replace(host, rates=rates)))
     for prompt in prompts:
         state, _ = nv.submit(model, state, prompt, short)
@@ -176,7 +176,7 @@ def test_prompts_are_loaded_beside_replies_that_go_on(kv_dtype: str | None, per_
             assert {one.request_id for one in outputs} >= {rid for rid, place in asked.items() if place < 0}
         done |= {one.request_id: one.output for one in outputs if one.output is not None}
     nv.check(state)
-    assert loading > 3 and state.stats.loaded_tokens > 200
+    assert loading > 1 and state.stats.loaded_tokens > 100
     for rid, place in asked.items():
         if place < 0:
             require_same(model, going[-1 - place], done[rid].token_ids, wanted_long[-1 - place], limits)

@@ -54,6 +54,7 @@ class Draft:
         self.num_preempted = self.num_reused = 0
         self.grew = False
         self.load_room: int | None = None  # pages that may still be copied in while replies go on; None: as many as there are
+        self.num_loaded = 0  # pages that were, within this room
         self.most: int | None = None  # pages that the running sequences could still take if all replies reached their limits
         self.found: tuple[Pool, Sequence, tuple[np.ndarray, int]] | None = None  # the last look-up of the prefix index
 

@@ -77,7 +77,7 @@ def load(draft: Draft, sequence: Sequence, num_matched: int) -> Sequence:
     longer = replace(sequence.with_pages(pages, filled), retired=retired)
     pool = pools.release(pool, sequence.pages.array(held))
     if room is not None:
-        draft.load_room = room - len(found)
+        draft.load_room, draft.num_loaded = room - len(found), draft.num_loaded + len(found)
         if filled < until:
             draft.pool = pool
             return replace(longer, loading=until)

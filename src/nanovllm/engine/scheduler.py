@@ -7,6 +7,7 @@ prompts have a smaller budget, of which a long prompt leaves a part to a short o
 sequence whose turn is last returns to the queue (`preemption.py`).
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 from nanovllm.config import EngineConfig
@@ -25,8 +26,6 @@ from nanovllm.state.pool import Pool
 from nanovllm.state.request import Queue, Sequence
 from nanovllm.state.steady import Steady
 from nanovllm.state.vector import joined
-
-ALONE = 4  # in one of so many steps pages are copied in although prompts run, whose inputs then wait for the copies
 
 
 def schedule(
@@ -52,8 +51,8 @@ def schedule(
     draft = Draft(pool, list(running), waiting, config, expected_reply)
     draft.retire()
     set_reading_apart(draft)
-    per_step = pool.host.loaded_per_step if pool.host is not None and decoding_rows(draft) else None
-    draft.load_room = None if per_step is None else 0  # until it is known whether prompts run
+    beside = pool.host is not None and bool(decoding_rows(draft)) and pool.host.loaded_beside(0) is not None
+    draft.load_room = 0 if beside else None  # until it is known whether prompts run
     load_more(draft)
     jump(draft)
     decoding = decoding_rows(draft)
@@ -72,6 +71,8 @@ def schedule(
     set_stranded_apart(draft, num_steps)
     admits = bool(prefill) or opens(draft, num_steps, gather_until)
     while admits and room and may_admit(draft):
+        if beside and prefill:
+            allow_loads(draft, prefill)
         part = room.without_share() if must_leave_share(draft, room) else room
         admitted = admit(draft, part) if part else None
         if admitted is None:
@@ -85,8 +86,8 @@ def schedule(
             prefill[id_of(sequence)] = count
             offer(draft, [admitted])
         room = room.after(sequence, max(1, count))
-    if per_step is not None and not (draft.num_preempted or draft.stuck) and (not prefill or num_steps % ALONE == 0):
-        draft.load_room = per_step
+    if beside and not (draft.num_preempted or draft.stuck):
+        allow_loads(draft, prefill)
         load_more(draft)
     return draft.finish(chosen, prefill)
 
@@ -129,6 +130,14 @@ def steady(
         return None
     written = joined([(s.pages, s.num_filled // size, pages_for(s.num_filled + steps, size)) for s in running])
     return Steady.of(running, steps, pool, waiting) if (pool.pages.owners(written) == 1).all() else None
+
+
+def allow_loads(draft: Draft, prefill: Mapping[int, int]) -> None:
+    """Let pages be copied in beside replies that go on, and beside prompts: `prefill` are the numbers of their tokens by request."""
+    assert draft.pool.host is not None
+    allowed = draft.pool.host.loaded_beside(sum(prefill.values()))
+    assert allowed is not None
+    draft.load_room = max(0, allowed - draft.num_loaded)
 
 
 def decoding_rows(draft: Draft) -> list[Sequence]:

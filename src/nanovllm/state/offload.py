@@ -26,6 +26,7 @@ from nanovllm.state.pages import PageState, init_pages
 from nanovllm.state.prefix_keys import keys_from
 
 Pair = tuple[int, int]
+BESIDE = 4  # copies take one of so many parts of the time in which prompts run
 LATENCY = 100e-6  # seconds that the first page of a copy takes, whatever its size
 
 
@@ -133,11 +134,17 @@ class HostPages:
         """Whether frames are apart from pages, because some layers have a window and some have none."""
         return 0 < self.frame_bytes < self.page_bytes
 
-    @property
-    def loaded_per_step(self) -> int | None:
-        """The pages that are copied in while a decode step runs: at least one. None: as many as there are."""
+    def loaded_beside(self, num_prompt: int) -> int | None:
+        """The pages that a step in which replies go on may copy in, at least one. None: as many as there are.
+
+        Args:
+            num_prompt: The prompt tokens that it runs. Their inputs wait for copies, which get a part of the time that they take.
+        """
         rates = self.rates
-        return None if rates.step_seconds == math.inf else max(1, int(rates.bytes_per_second * rates.step_seconds) // self.page_bytes)
+        if rates.step_seconds == math.inf:
+            return None
+        seconds = num_prompt / rates.tokens_per_second / BESIDE if num_prompt else rates.step_seconds
+        return max(1, int(rates.bytes_per_second * seconds) // self.page_bytes)
 
     def bytes_of(self, framed: bool) -> int:
         """The bytes of a page, with or without its frame."""
