@@ -1,6 +1,7 @@
 """Prompts that come back from host memory while replies go on: a few pages in each step, beside the replies."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ LONG = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 PAGES = 5  # of a prompt that comes back
 
 
-def engine(per_step: int, num_pages: int = 30, late: bool = False, **options: int) -> EngineState:
+def engine(per_step: int, num_pages: int = 30, late: bool = False, **options: Any) -> EngineState:
     """An engine that loads so many pages of 4 tokens in a step while replies go on, and whose host memory has the pages of two prompts."""
     state = init_state(MODEL, num_pages=num_pages, page_size=4, host_kv_gib=1 / 1024, **options)
     host, runtime = state.pool.host, runtime_of(state)

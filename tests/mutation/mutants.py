@@ -416,7 +416,25 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/engine/test_host_memory.py",),
         ("namespaces share host memory", "find(host, tokens, held, size, namespace, ", "find(host, tokens, held, size, 0, "),
         ("last pages are not found", "if last is not None and", "if False and"),
-        ("the rates do not matter", "if not offload.worth_loading(", "if False and not offload.worth_loading("),
+        ("the rates do not matter", "not (until or offload.worth_loading(num_tokens, num_bytes, host.rates))", "False"),
+    ),
+    *bugs(
+        "engine/host_pages.py",
+        ("tests/engine/test_loading.py",),
+        ("each request may load as much as a step", "draft.load_room, draft.num_loaded = room - len(found), ", "draft.num_loaded = "),
+        ("host pages that a request waits for are replaced like others", "host=offload.needed_soon(host, found[room:])", "host=host"),
+        ("a request runs with the first of its pages", "        if filled < until:\n", "        if False:\n"),
+    ),
+    *bugs(
+        "engine/scheduler.py",
+        ("tests/engine/test_loading.py",),
+        ("a request runs while it loads", "if s.todo > 1 and not s.loading]", "if s.todo > 1]"),
+        ("prompts do not shorten loads", "loaded_beside(sum(prefill.values()))", "loaded_beside(0)"),
+    ),
+    *bugs(
+        "engine/host_copies.py",
+        ("tests/engine/test_loading.py",),
+        ("replies wait for pages that are copied in", "    return not any(np.isin(", "    return False and not any(np.isin("),
     ),
     *bugs(
         "engine/host_pages.py",
@@ -445,7 +463,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *bugs(
         "executor/kv_offload.py",
         ("tests/executor/test_kv_offload.py",),
-        ("pages are read before their copy has ended", "        copies.hold_engine(copies.mark())\n", ""),
+        ("pages are read before their copy has ended", "            copies.hold_engine(copied)\n", ""),
         (
             "a stage is filled before its copy has ended",
             "            copies.hold_engine(stage.free)\n",
