@@ -27,6 +27,8 @@ from nanovllm.state.request import Queue, Sequence
 from nanovllm.state.steady import Steady
 from nanovllm.state.vector import joined
 
+ALONE = 4  # one of so many steps that run short prompts copies pages in
+
 
 def schedule(
     pool: Pool,
@@ -72,7 +74,7 @@ def schedule(
     admits = bool(prefill) or opens(draft, num_steps, gather_until)
     while admits and room and may_admit(draft):
         if beside and prefill:
-            allow_loads(draft, prefill)
+            allow_loads(draft, prefill, num_steps)
         part = room.without_share() if must_leave_share(draft, room) else room
         admitted = admit(draft, part) if part else None
         if admitted is None:
@@ -87,7 +89,7 @@ def schedule(
             offer(draft, [admitted])
         room = room.after(sequence, max(1, count))
     if beside and not (draft.num_preempted or draft.stuck):
-        allow_loads(draft, prefill)
+        allow_loads(draft, prefill, num_steps)
         load_more(draft)
     return draft.finish(chosen, prefill)
 
@@ -132,11 +134,18 @@ def steady(
     return Steady.of(running, steps, pool, waiting) if (pool.pages.owners(written) == 1).all() else None
 
 
-def allow_loads(draft: Draft, prefill: Mapping[int, int]) -> None:
-    """Let pages be copied in beside replies that go on, and beside prompts: `prefill` are the numbers of their tokens by request."""
-    assert draft.pool.host is not None
-    allowed = draft.pool.host.loaded_beside(sum(prefill.values()))
-    assert allowed is not None
+def allow_loads(draft: Draft, prefill: Mapping[int, int], num_steps: int) -> None:
+    """Let pages be copied in beside replies that go on, and beside prompts: `prefill` are the numbers of their tokens by request.
+
+    Prompts that leave time for less than a step without prompts has are delayed by few pages as by many. So only one of `ALONE` such steps
+    copies.
+    """
+    host = draft.pool.host
+    assert host is not None
+    allowed, without = host.loaded_beside(sum(prefill.values())), host.loaded_beside(0)
+    assert allowed is not None and without is not None
+    if prefill and allowed < without and num_steps % ALONE:
+        allowed = 0
     draft.load_room = max(0, allowed - draft.num_loaded)
 
 
