@@ -198,3 +198,29 @@ def test_what_a_long_prompt_leaves_time_for_is_loaded_and_runs_with_it():
     state, outputs = step(MODEL, state)
     assert state.stats.loaded_tokens - before.loaded_tokens == 20 and rid in {one.request_id for one in outputs}
     assert drain(MODEL, state)[1][rid].token_ids == alone(0)
+
+
+def test_requests_with_the_same_beginning_load_it_once():
+    state, _ = replying(engine(1))
+    before, rids = state.stats, list[int]()
+    for last in range(4):
+        state, rid = submit(MODEL, state, [*prompt(0)[:20], 7 + last, 3], GREEDY)
+        rids.append(rid)
+    state, outputs = drain(MODEL, state)
+    check(state)
+    assert state.stats.loaded_tokens - before.loaded_tokens == 20
+    assert [outputs[rid].num_cached_tokens for rid in rids] == [20] * 4 and state.stats.prefill_tokens - before.prefill_tokens == 8
+
+
+def test_requests_that_wait_for_pages_are_counted_with_them():
+    """Nobody is admitted over the pages that another request needs and has not got yet. So nothing is preempted, and nothing runs again."""
+    state, _ = replying(engine(1, num_pages=22, max_num_seqs=8))
+    before, rids = state.stats, list[int]()
+    for seed in range(4):
+        state, rid = submit(MODEL, state, prompt(seed), GREEDY)
+        rids.append(rid)
+    state, outputs = drain(MODEL, state)
+    check(state)
+    assert [outputs[rid].token_ids for rid in rids] == [alone(seed) for seed in range(4)]
+    assert [outputs[rid].num_cached_tokens for rid in rids] == [20] * 4
+    assert state.stats.preemptions == before.preemptions and state.stats.prefill_tokens - before.prefill_tokens == 4

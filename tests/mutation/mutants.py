@@ -432,6 +432,11 @@ MUTANTS: tuple[Mutant, ...] = (
         ("prompts do not shorten loads", "loaded_beside(sum(prefill.values()))", "loaded_beside(0)"),
     ),
     *bugs(
+        "engine/admission.py",
+        ("tests/engine/test_loading.py",),
+        ("pages that are on their way are given to others", "draft.config.page_size) + owed_pages(draft)\n", "draft.config.page_size)\n"),
+    ),
+    *bugs(
         "engine/host_copies.py",
         ("tests/engine/test_loading.py",),
         ("replies wait for pages that are copied in", "    return not any(np.isin(", "    return False and not any(np.isin("),

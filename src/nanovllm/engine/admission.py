@@ -9,7 +9,7 @@ from bisect import bisect
 
 import numpy as np
 
-from nanovllm.engine.draft import Draft, id_of, missing_pages, turn_of
+from nanovllm.engine.draft import Draft, id_of, missing_pages, owed_pages, turn_of
 from nanovllm.engine.plan import Plan
 from nanovllm.engine.preemption import make_room, num_freed, strip_waiting
 from nanovllm.engine.prompt_pages import fitting
@@ -80,7 +80,7 @@ def may_admit(draft: Draft) -> bool:
 def fits(draft: Draft, first: Sequence) -> bool:
     """Whether there are pages for all tokens of a waiting request and the next one."""
     # This first estimate counts reusable pages of the index as missing. The lookup below is more expensive.
-    wanted = pages_for(first.tokens.length + 1, draft.config.page_size)
+    wanted = pages_for(first.tokens.length + 1, draft.config.page_size) + owed_pages(draft)
     if wanted - len(first.pages) <= draft.pool.num_available:
         return True
     matched, retired = reusable(draft, first)
@@ -122,7 +122,8 @@ def can_grow(draft: Draft, first: Sequence) -> bool:
     The most pages are held right before a sequence ends. Then it gives back those that it did not get from others.
     """
     size, expected = draft.config.page_size, _expected_length(draft)
-    spare = draft.pool.pages.num_free + draft.pool.prefix.num_idle  # of frames a sequence seldom needs more: only for its windows
+    # of frames a sequence seldom needs more: only for its windows
+    spare = draft.pool.pages.num_free + draft.pool.prefix.num_idle - owed_pages(draft)
     if not expected or (len(draft.running) + 1) * (expected // size + 1) + pages_for(first.tokens.length, size) <= spare:
         return True
     if draft.most is None:
@@ -173,7 +174,7 @@ def admit(draft: Draft, room: PromptRoom) -> tuple[Sequence, int] | None:
     sequence = draft.waiting.first()
     if sequence is None:
         raise BrokenInvariantError("admit was called with an empty queue")
-    before = draft.pool, draft.waiting, draft.num_reused
+    before = draft.pool, draft.waiting, draft.num_reused, draft.load_room, draft.num_loaded
     draft.waiting = draft.waiting.pop(id_of(sequence))
     sequence = gone_on(draft, sequence)
     at = bisect(draft.running, turn_of(sequence), key=turn_of)
@@ -188,7 +189,7 @@ def admit(draft: Draft, room: PromptRoom) -> tuple[Sequence, int] | None:
             draft.most += _most_pages(draft.running[at], draft.config.page_size)
         return draft.running[at], count
     del draft.running[at]
-    draft.pool, draft.waiting, draft.num_reused = before
+    draft.pool, draft.waiting, draft.num_reused, draft.load_room, draft.num_loaded = before
     return None
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from nanovllm.engine.draft import Draft, id_of, missing_pages, room_of
+from nanovllm.engine.draft import Draft, id_of, missing_pages, owed_pages, room_of
 from nanovllm.engine.preemption import make_room
 from nanovllm.state.pool_sizes import LOOKAHEAD
 from nanovllm.state.request import Sequence
@@ -72,7 +72,7 @@ def look_ahead(draft: Draft) -> bool:
 def spare_pages(draft: Draft) -> int:
     """Pages that `look_ahead` may give away."""
     first = draft.waiting.first()
-    return draft.pool.spare(only_free=first is not None and first.most_filled > 0)
+    return draft.pool.spare(only_free=first is not None and first.most_filled > 0) - owed_pages(draft)
 
 
 def lacks_pages(sequence: Sequence, page_size: int) -> bool:

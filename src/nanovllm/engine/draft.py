@@ -28,6 +28,11 @@ def turn_of(sequence: Sequence) -> tuple[int, int]:
     return sequence.request.turn
 
 
+def owed_pages(draft: "Draft") -> int:
+    """The pages that running sequences still lack whose pages are being copied in."""
+    return sum([max(0, missing_pages(s, s.loading, draft.config.page_size)) for s in draft.running if s.loading])
+
+
 def room_of(sequence: Sequence, page_size: int) -> int:
     """The number of tokens that a sequence can fill in the pages that it has."""
     return sequence.pages.length * page_size - sequence.num_filled

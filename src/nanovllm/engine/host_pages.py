@@ -44,6 +44,7 @@ def load(draft: Draft, sequence: Sequence, num_matched: int) -> Sequence:
     sequence = replace(sequence, loading=0) if until else sequence
     pool, size = draft.pool, draft.config.page_size
     held, host = sequence.num_filled // size, pool.host
+    until = until if until > sequence.num_filled else 0
     if host is None or not len(host.by_key) or num_matched > held:
         return sequence
     if sequence.num_exact < sequence.num_filled:
@@ -69,7 +70,7 @@ def load(draft: Draft, sequence: Sequence, num_matched: int) -> Sequence:
             return replace(sequence, loading=until)
     done = bring_in(pool, shared, found, behind)
     if done is None:
-        return sequence
+        return sequence if room is None else replace(sequence, loading=until)  # until replies give up their pages
     pool, fresh, framed = done
     draft.taken.note(pool, fresh, framed)
     pool = pools.retire(pool, sequence.pages.array(sequence.retired, max(sequence.retired, min(held, retired))))

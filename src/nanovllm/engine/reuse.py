@@ -20,10 +20,13 @@ def reusable(draft: Draft, sequence: Sequence) -> tuple[np.ndarray, int]:
 
 
 def load_more(draft: Draft) -> None:
-    """Let the sequences go on whose pages are being copied in. Without replies that go on, the rest is copied at once."""
+    """Let the sequences go on whose pages are being copied in, one after the other. Without replies that go on, the rest is copied at once.
+
+    Another sequence may have brought the same pages in meanwhile, so the index is asked first.
+    """
     for at, sequence in enumerate(draft.running):
-        if sequence.loading:
-            draft.running[at] = _counted(draft, load(draft, sequence, sequence.num_filled // draft.config.page_size))
+        if sequence.loading and draft.load_room != 0:
+            draft.running[at] = gone_on(draft, sequence)
 
 
 def gone_on(draft: Draft, sequence: Sequence) -> Sequence:
@@ -37,11 +40,6 @@ def gone_on(draft: Draft, sequence: Sequence) -> Sequence:
     draft.pool, sequence = begun(draft.pool, sequence, matched, retired, draft.config.page_size)
     if draft.pool.host is not None:
         sequence = load(draft, sequence, len(matched))
-    return _counted(draft, sequence)
-
-
-def _counted(draft: Draft, sequence: Sequence) -> Sequence:
-    """The sequence with the tokens counted that it has found."""
     filled = min(sequence.num_filled, sequence.tokens.length - 1)  # the last token runs for its logits even if it is filled
     reused = max(0, filled - sequence.most_filled)
     draft.num_reused += reused

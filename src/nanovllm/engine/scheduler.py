@@ -75,6 +75,7 @@ def schedule(
     while admits and room and may_admit(draft):
         if beside and prefill:
             allow_loads(draft, prefill, num_steps)
+            load_more(draft)  # those that were there before come first
         part = room.without_share() if must_leave_share(draft, room) else room
         admitted = admit(draft, part) if part else None
         if admitted is None:
