@@ -212,15 +212,16 @@ def test_requests_with_the_same_beginning_load_it_once():
     assert [outputs[rid].num_cached_tokens for rid in rids] == [20] * 4 and state.stats.prefill_tokens - before.prefill_tokens == 8
 
 
-def test_requests_that_wait_for_pages_are_counted_with_them():
+@pytest.mark.parametrize("num_pages", [20, 22, 26])
+def test_requests_that_wait_for_pages_are_counted_with_them(num_pages):
     """Nobody is admitted over the pages that another request needs and has not got yet. So nothing is preempted, and nothing runs again."""
-    state, _ = replying(engine(1, num_pages=22, max_num_seqs=8))
+    state, _ = replying(engine(1, num_pages=num_pages, max_num_seqs=8))
     before, rids = state.stats, list[int]()
-    for seed in range(4):
+    for seed in range(5):
         state, rid = submit(MODEL, state, prompt(seed), GREEDY)
         rids.append(rid)
     state, outputs = drain(MODEL, state)
     check(state)
-    assert [outputs[rid].token_ids for rid in rids] == [alone(seed) for seed in range(4)]
-    assert [outputs[rid].num_cached_tokens for rid in rids] == [20] * 4
-    assert state.stats.preemptions == before.preemptions and state.stats.prefill_tokens - before.prefill_tokens == 4
+    assert [outputs[rid].token_ids for rid in rids] == [alone(seed) for seed in range(5)]
+    assert [outputs[rid].num_cached_tokens for rid in rids] == [20] * 5
+    assert state.stats.preemptions == before.preemptions and state.stats.prefill_tokens - before.prefill_tokens == 5
