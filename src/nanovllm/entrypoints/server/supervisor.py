@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from nanovllm.entrypoints.server.operator_lines import say
+from nanovllm.entrypoints.server.operator_lines import say as warn
 from nanovllm.entrypoints.server.settings import Settings
 from nanovllm.entrypoints.server.starting import FAILED, READY, first_line, tell
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
@@ -79,7 +79,7 @@ class Supervisor:
                     if signal.sigtimedwait(ends, 0) is not None:
                         return self._stop()
                 if told:
-                    say(f"error: {spelled(told)}")
+                    warn(f"error: {spelled(told)}")
                     return FAILED
                 address = url(self.http, tls=self.settings.certificate is not None)
                 say(f"nanovllm serves {self.settings.model_name} at {address}")
@@ -155,7 +155,7 @@ class Supervisor:
         in_time = self._ended(self.fronts, self.settings.shutdown_seconds, KILL_SECONDS)
         in_time &= self._ended({self.engine} - {0}, saving if in_time else 0.0, 0.0)
         if self.engine and self.settings.keep_chunks:
-            say("the engine is ended before all chunks are saved")
+            warn("the engine is ended before all chunks are saved")
         return int(not in_time)
 
     def _ended(self, pids: set[int], seconds: float, after_second: float) -> bool:
