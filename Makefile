@@ -13,9 +13,13 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export PIP_CONSTRAINT       := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: setup demo test test-long test-gpu lint docs reference pictures notebooks bench bench-gpu bench-gpus bench-http eval-reuse parity clean
+.PHONY: setup help demo test test-long test-gpu lint docs reference pictures notebooks bench bench-gpu bench-gpus bench-http eval-reuse parity clean
 
 setup: $(DEV)
+
+# The names of the targets.
+help:
+	@grep -oE '^[a-z-]+:' Makefile | tr -d :
 
 # The package alone, which is all that a user needs. TORCH_INDEX is where torch comes from; the README names the index of CPU builds.
 $(STAMP): pyproject.toml constraints.txt

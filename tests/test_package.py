@@ -40,6 +40,12 @@ def test_import_needs_no_test_tools() -> None:
     )
 
 
+def test_test_tools_that_are_missing_are_named_with_their_extra() -> None:
+    program = "import sys; sys.modules['hypothesis'] = None; import nanovllm.testing"
+    ended = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
+    assert ended.stderr.endswith("ModuleNotFoundError: nanovllm.testing needs hypothesis: pip install 'nanovllm[testing]'\n")
+
+
 def test_what_a_prompt_shows_fits_on_a_line(untyped) -> None:
     model = nv.load_model("tiny", device="cpu")
     state = old = nv.init_state(model, num_pages=64)

@@ -208,7 +208,7 @@ class QueueFullError(NanoVLLMError):
 
 
 class EngineClosedError(NanoVLLMError):
-    """An `AsyncLLM` was closed, before a call or during it.
+    """An `LLM` or `AsyncLLM` was closed, before a call or during it.
 
     Examples:
         >>> import asyncio

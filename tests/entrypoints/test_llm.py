@@ -410,6 +410,34 @@ def test_a_text_stream_never_shows_a_part_of_a_stop(text, stops, size):
     assert shown + stream.end(whole) == whole
 
 
+def test_texts_of_a_stream_are_one_prompt_in_parts():
+    llm = make()
+    (output,) = llm.generate([["hello ", "world"]], GREEDY)
+    assert "".join(piece.text for piece in llm.stream(["hello ", "world"], GREEDY)) == output.text
+
+
+def test_leaving_the_block_closes_and_a_closed_llm_takes_no_requests():
+    with make() as llm:
+        stream = llm.stream("hello", GREEDY)
+        next(stream)
+    calls = [
+        lambda: llm.generate("hello", GREEDY),
+        lambda: llm.stream("hello", GREEDY),
+        lambda: llm.chat(MESSAGES, GREEDY),
+        lambda: llm.score(["hello"], [" world"]),
+        lambda: list(stream),
+    ]
+    for call in calls:
+        with pytest.raises(nv.EngineClosedError, match="this LLM was closed: make a new one"):
+            call()
+    require_idle(llm)
+    llm.close()
+    with pytest.raises(ZeroDivisionError), LLM.around(MODEL, nv.init_state(MODEL, num_pages=8)) as llm:
+        raise ZeroDivisionError
+    with pytest.raises(nv.EngineClosedError):
+        llm.generate("hello", GREEDY)
+
+
 def test_leaving_a_stream_cancels_its_request():
     llm = make()
     stream = llm.stream("hello", GREEDY)

@@ -13,7 +13,7 @@ from nanovllm.entrypoints.process import freeze
 from nanovllm.errors import InvalidRequestError
 from nanovllm.models.model import Model
 from nanovllm.ops.linear.quantise import KINDS
-from nanovllm.sampling.params import SamplingParams, from_generation_config
+from nanovllm.sampling.params import SamplingParams, closest, from_generation_config
 
 TUNING = "a file of `nanovllm tune`, or off for the default tile configurations (default: the file in the cache, else a shipped one)"
 DTYPE = "float32, bfloat16 or float16 (default: the model's on a GPU, float32 on a CPU)"
@@ -44,7 +44,10 @@ class CommandParser(Parser):
         """Parse the arguments, and fail if some are unknown."""
         options, rest = super().parse_known_args(args, namespace)
         if rest:
-            self.error(f"unrecognized arguments: {' '.join(rest)}")
+            known = [option[2:] for option in self._option_string_actions if option.startswith("--")]
+            meant = [closest(word[2:].partition("=")[0], known) for word in rest if word.startswith("--")]
+            hint = " and ".join(f"--{name}" for name in meant if name is not None)
+            self.error(f"unrecognized arguments: {' '.join(rest)}" + (f": did you mean {hint}?" if hint else ""))
         return options, rest
 
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as Seq
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from immutables import Map
@@ -25,7 +25,14 @@ from nanovllm.entrypoints.process import uninterrupted
 from nanovllm.entrypoints.ranks.leader import start
 from nanovllm.entrypoints.ranks.settings import chosen_devices, require_timeout, settings_of
 from nanovllm.entrypoints.stream import Piece, Stream
-from nanovllm.errors import DonatedStateError, EngineDeadError, InvalidRequestError, OutOfPagesError, RequestFailedError
+from nanovllm.errors import (
+    DonatedStateError,
+    EngineClosedError,
+    EngineDeadError,
+    InvalidRequestError,
+    OutOfPagesError,
+    RequestFailedError,
+)
 from nanovllm.executor.executor import runtime_of
 from nanovllm.loading.load_model import load_model
 from nanovllm.models.model import Model
@@ -58,7 +65,7 @@ class LLM:
         '! How can I help you?'
     """
 
-    __slots__ = ("_dropped", "_inbox", "_state", "model", "pinned")
+    __slots__ = ("_closed", "_dropped", "_inbox", "_state", "model", "pinned")
 
     @explain_unknown_keywords
     def __init__(
@@ -172,6 +179,7 @@ class LLM:
         self._dropped = deque[tuple[str, int]]()
         self._inbox: Map[int, RequestOutput | None] = Map()
         self.pinned = set[int]()
+        self._closed = False
         self.model: Model
         self._state: EngineState
         require_timeout(rank_timeout)
@@ -203,6 +211,7 @@ class LLM:
         """
         llm = LLM.__new__(LLM)
         llm.model, llm._state, llm._dropped, llm._inbox, llm.pinned = model, state, deque[tuple[str, int]](), Map(), set[int]()
+        llm._closed = False
         return llm
 
     def __repr__(self) -> str:
@@ -211,17 +220,26 @@ class LLM:
     def close(self) -> None:
         """Write KV that is not on disk yet to `kv_dir`, if the engine has one, and end its other ranks, if it has some.
 
-        After the end of the other ranks, further calls raise `EngineDeadError`. An engine on one device stays usable.
+        Further requests raise `EngineClosedError`. Functional calls with `state` go on if there were no other ranks, but their KV is not
+        written. Leaving a `with` block closes too.
 
         Examples:
-            >>> llm = nv.LLM(model, num_pages=64)
-            >>> llm.close()
+            >>> with nv.LLM(model, num_pages=64) as llm:
+            ...     llm.generate("Hello", nv.SamplingParams(temperature=0, max_tokens=12))[0].text
+            '! How can I help you?'
         """
+        self._closed = True
         if runtime_of(self._state).disk is not None:
             with suppress(EngineDeadError):  # then its KV is lost
                 flush_kv(self._state)
         if (mirror := runtime_of(self._state).mirror) is not None:
             mirror.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def state(self) -> EngineState:
@@ -293,6 +311,7 @@ class LLM:
 
         Raises:
             InvalidRequestError: A prompt or an option is invalid; nothing is queued.
+            EngineClosedError: The `LLM` was closed.
             EngineDeadError: The device is broken.
             DonatedStateError: `self.state` was donated to a call whose result was not assigned to it.
             ReleasedChunkError: A chunk in a prompt was released.
@@ -341,7 +360,8 @@ class LLM:
         cancels it, but an iterator that has a name goes on until it is closed.
 
         Args:
-            prompt: A text, token ids, a chunk, or a list of these in which only the first part may be a chunk.
+            prompt: One prompt: a text, token ids, a chunk, or a list of these in which only the first part may be a chunk. A list of
+                texts is one prompt in parts here, and several prompts in `generate`.
             sampling_params: The options. None: the model's `generation_config`.
             priority: Its priority, as in `submit`.
             process_logits: A function between the logits and the sample, as in `submit`.
@@ -353,6 +373,7 @@ class LLM:
             InvalidRequestError: The prompt or an option is invalid; raised at once.
             OutOfPagesError: Live chunks leave the request without pages, or the device has no memory for it; raised while reading.
             RequestFailedError: `process_logits` fails, or the reply cannot be decoded; raised while reading. Other requests go on.
+            EngineClosedError: The `LLM` was closed.
             EngineDeadError: The device is broken.
             DonatedStateError: `self.state` was donated to a call whose result was not assigned to it.
             ReleasedChunkError: A chunk in the prompt was released.
@@ -363,6 +384,7 @@ class LLM:
             >>> [piece.text for piece in llm.stream("Once upon a time", nv.SamplingParams(temperature=0, max_tokens=5))]
             [',', ' a', ' boy', ' named', ' Jonas']
         """
+        self._require_open()
         new_sequence(self.model, enter(self.state), prompt, sampling_params, priority=priority)  # only raises errors; nothing is committed
         params = from_generation_config(self.model.generation_config) if sampling_params is None else sampling_params
         return Stream(self._pieces(prompt, params, priority, as_processor(process_logits)))
@@ -400,6 +422,7 @@ class LLM:
             InvalidRequestError: A message is invalid, the model has no usable chat template, or the prompt is too long.
             OutOfPagesError: Live chunks leave the request without pages, or the device has no memory for it.
             RequestFailedError: `process_logits` fails, or the reply cannot be decoded.
+            EngineClosedError: The `LLM` was closed.
             EngineDeadError: The device is broken.
             DonatedStateError: `self.state` was donated to a call whose result was not assigned to it.
 
@@ -431,6 +454,7 @@ class LLM:
         Raises:
             InvalidRequestError: An argument is invalid, or a context with its continuation is too long for the engine.
             OutOfPagesError: Too few pages are available for a context with one of its continuations.
+            EngineClosedError: The `LLM` was closed.
             EngineDeadError: The device is broken.
             DonatedStateError: `self.state` was donated to a call whose result was not assigned to it.
             ReleasedChunkError: A chunk in a context was released.
@@ -443,6 +467,7 @@ class LLM:
             >>> [model.tokenizer.decode([entry.token_id]) for entry in prompt.entries], len(prompt.entries[0].top)
             ([' upon', ' a', ' time'], 2)
         """
+        self._require_open()
         with uninterrupted():
             self.state, scores = score(self.model, self.state, contexts, continuations, top_logprobs=top_logprobs)
         return scores
@@ -503,6 +528,7 @@ class LLM:
         self, contexts: list[Context], params: list[SamplingParams | None], priorities: list[int], processor: LogitsProcessor | None
     ) -> list[int]:
         """Queue requests and enter them in the inbox."""
+        self._require_open()
         more: dict[str, Any] = {"priorities": priorities, "process_logits": processor}
         try:
             self.state, ids = submit_many(self.model, self.state, contexts, params, **more)
@@ -514,12 +540,17 @@ class LLM:
 
     def _step(self) -> set[int]:
         """Run one step for all requests; returns the ids of the requests that it ended."""
+        self._require_open()
         with uninterrupted():
             self.state = relieved(self.state, self.pinned)
             self.state, outputs = step(self.model, self.state)
             ended = {out.request_id: out.output for out in outputs if out.output is not None}
             self.inbox = self.inbox.update({i: output for i, output in ended.items() if i in self.inbox})
         return set(ended)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise EngineClosedError("this LLM was closed: make a new one")
 
     def _drop(self, engine: str, ids: list[int]) -> None:
         self._dropped.extend([(engine, request_id) for request_id in ids])

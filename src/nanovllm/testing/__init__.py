@@ -15,6 +15,11 @@ Examples:
     >>> run_state_machine_as_test(MyModel, settings=settings(max_examples=1, stateful_step_count=4, deadline=None))
 """
 
+from importlib.util import find_spec
+
+if find_spec("hypothesis") is None:
+    raise ModuleNotFoundError("nanovllm.testing needs hypothesis: pip install 'nanovllm[testing]'", name="hypothesis")
+
 from nanovllm.testing.draws import Draws
 from nanovllm.testing.machines.cascade import CascadeChunkMachine, CascadeMachine
 from nanovllm.testing.machines.chunks import ChunkMachine, ModelChunkMachine

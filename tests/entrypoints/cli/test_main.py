@@ -125,7 +125,6 @@ def test_a_terminal_is_told_why_a_reply_was_cut(folder, greedy, capsys, monkeypa
     for arguments, told in (
         (["x"], "stopped after 12 tokens (--max-tokens)\n"),
         (["--stream", "--chat", "x"], "stopped after 12 tokens (--max-tokens)\n"),
-        (["x", "--num-pages", "1", "--max-tokens", "3000"], full),
         (several, f"1 of 2 replies stopped after 12 tokens (--max-tokens); 1 of 2 replies {full}"),
     ):
         assert cli.main(["generate", *greedy, *arguments]) == 0
@@ -135,6 +134,12 @@ def test_a_terminal_is_told_why_a_reply_was_cut(folder, greedy, capsys, monkeypa
             patch.setattr(sys.stderr, "isatty", lambda: True)
             assert cli.main(["generate", *greedy, *arguments]) == 0
         assert capsys.readouterr().err.endswith(told)
+
+
+@pytest.mark.parametrize("more", [[], ["--stream"]])
+def test_a_reply_that_the_kv_memory_cuts_is_told_without_a_terminal(more, greedy, capsys):
+    assert cli.main(["generate", *greedy, *more, "x", "--num-pages", "1", "--max-tokens", "3000"]) == 0
+    assert capsys.readouterr().err == "stopped because the KV memory is full: a larger --num-pages gives more\n"
 
 
 def test_generate_chats(folder, greedy, capsys):
@@ -252,6 +257,10 @@ def test_errors_are_one_line_and_exit_2(folder, capsys, arguments, match):
     [
         ([], f"the following arguments are required: {COMMANDS} (see nanovllm --help)"),
         (["--no-such-option", "chat"], "unrecognized arguments: --no-such-option (see nanovllm --help)"),
+        (
+            ["serve", "--quantisation", "int8", "--seqs=3"],
+            "unrecognized arguments: --quantisation --seqs=3: did you mean --quantization and --max-num-seqs? (see nanovllm serve --help)",
+        ),
         (["chat", "--no-such-option"], "unrecognized arguments: --no-such-option (see nanovllm chat --help)"),
         (["bench", "--repeats", "0"], "argument --repeats: '0' must be an integer of at least 1 (see nanovllm bench --help)"),
         (["bench", "--batches", "1,x\ny"], r"argument --batches: 'x\ny' must be an integer of at least 1 (see nanovllm bench --help)"),

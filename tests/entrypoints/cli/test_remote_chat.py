@@ -146,6 +146,8 @@ def test_a_password_in_an_address_is_refused_and_not_shown(run: Run) -> None:
 def test_a_server_that_is_not_there_is_named(run: Run) -> None:
     code, _, told = run("Hello\n", address="http://127.0.0.1:1")
     assert code == 2 and "http://127.0.0.1:1 cannot be reached" in told
+    code, _, told = run("Hello\n", address="no-such-host.invalid")
+    assert code == 2 and "no-such-host.invalid cannot be reached" in told and "give a URL such as http://127.0.0.1:8000" in told
 
 
 def test_a_refused_message_is_forgotten_and_the_chat_goes_on(run: Run) -> None:

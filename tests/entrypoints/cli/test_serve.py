@@ -76,7 +76,7 @@ def test_a_folder_that_exists_keeps_its_permissions(tmp_path: Path):
     make_kv_dir(tmp_path / "kv", tmp_path / "kv" / "chunks")
     assert [folder.stat().st_mode & 0o777 for folder in (tmp_path / "kv", tmp_path / "kv" / "chunks")] == [0o755, 0o700]
     (tmp_path / "file").touch()
-    with pytest.raises(InvalidRequestError, match=r"--kv-dir .*file cannot be used"):
+    with pytest.raises(InvalidRequestError, match=r"--kv-dir .*file cannot be used: .*/file is a file, not a folder"):
         make_kv_dir(tmp_path / "file")
 
 

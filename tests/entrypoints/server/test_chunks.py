@@ -237,6 +237,26 @@ def test_bad_values_are_refused_by_name(served: Live, path: str, body: dict[str,
     assert [chunk["name"] for chunk in served.get("/v1/chunks").json()["data"]] == ["king"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "told"),
+    [
+        (
+            "/v1/chunks/king/drop",
+            {"spans": [[4, 90]]},
+            "spans[0] is [4, 90]: it must begin before it ends, inside of the chunk's 11 tokens",
+        ),
+        ("/v1/chunks", {"name": "a b", "text": "x"}, "name is 'a b': names of chunks have 1 to 64 of the characters A-Z a-z 0-9 _ -"),
+        ("/v1/chunks", {"text": "x"}, "name is missing"),
+        ("/v1/chunks", {"name": 3, "text": "x"}, "Expected `str`, got `int`: at `name`, which is 3"),
+        ("/v1/completions", {"prompt": "x", "temperature": "hot"}, "Expected `float | null`, got `str`: at `temperature`, which is 'hot'"),
+        ("/v1/completions", {"prompt": "x", "stop": [3]}, "Expected `str`, got `int`: at `stop[0]`"),
+    ],
+)
+def test_what_is_refused_is_shown(served: Live, path: str, body: dict[str, Any], told: str) -> None:
+    made(served, "king", KING)
+    assert served.post(path, body).json()["error"]["message"] == told
+
+
 def test_an_existing_name_needs_replace(served: Live) -> None:
     made(served, "king", KING)
     answer = served.post("/v1/chunks", {"name": "king", "text": CITY})

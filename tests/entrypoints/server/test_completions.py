@@ -222,6 +222,7 @@ def test_special_tokens_of_a_prompt_may_be_left_out() -> None:
 def test_a_body_that_is_no_json_object_is_refused(live: Live, body: bytes):
     answer = live.post(PATH, body)
     assert answer.status == 400 and answer.json()["error"]["message"]
+    assert bool(body) == ("the body is empty" not in answer.json()["error"]["message"])
 
 
 def test_a_page_of_another_site_cannot_post_a_form(live: Live):

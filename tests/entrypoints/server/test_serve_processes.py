@@ -170,8 +170,11 @@ def test_starts_that_fail_say_why_in_one_line(served: Any, tmp_path: Path, monke
         (("--model", "no/such-model"), "no/such-model"),
         (("no/such-model",), "no/such-model"),
         (("tiny", "--model", "no/such-model"), "two models were named, 'tiny' and --model 'no/such-model'"),
+        (("--model", "tiny", "no/such-model"), "two models were named, 'no/such-model' and --model 'tiny'"),
+        (("--chunk-dir", "nochunks"), "--chunk-dir nochunks does not exist: make the folder first"),
+        (("--chunk-dir", __file__), "test_serve_processes.py is not a folder"),
         (("--request-timeout", "0"), "request_timeout=0.0"),
-        (("--keep-chunks",), "--chunk-dir"),
+        (("--keep-chunks",), "--chunk-dir, or --kv-dir"),
         (("--host", "0.0.0.0"), "a key is needed"),
         (("--cors-origin", "chat"), "--cors-origin"),
     ):

@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 
 from nanovllm.engine.donation import enter
-from nanovllm.engine.requests import new_sequence
+from nanovllm.engine.requests import capacity, new_sequence
 from nanovllm.entrypoints.arguments import add_model_options, add_ranks, add_sampling_options, engine_limits, freeze_if_alone, sampling
 from nanovllm.entrypoints.cli.batch.run_batch import run_batch
 from nanovllm.entrypoints.cli.load import load_engine
@@ -16,6 +16,7 @@ from nanovllm.entrypoints.llm import LLM, whole
 from nanovllm.entrypoints.stream import Piece
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.sampling.params import SamplingParams
+from nanovllm.state.engine_state import EngineState
 from nanovllm.state.request import RequestOutput
 from nanovllm.tokenizer.tokenizer import check_text
 
@@ -72,7 +73,7 @@ def run_generate(options: argparse.Namespace) -> int:
         for text, output in zip(texts, outputs, strict=True):
             told = {"prompt": text, "text": output.text, "finish_reason": output.finish_reason}
             print(json.dumps(told | ({} if output.error is None else {"error": str(output.error)}), ensure_ascii=False))
-        _note_cut(outputs, params)
+        _note_cut(outputs, params, llm.state)
         llm.close()
         return 0 if all(output.error is None for output in outputs) else 2
     prompt = _as_prompt(llm, texts[0], options)
@@ -89,7 +90,7 @@ def run_generate(options: argparse.Namespace) -> int:
     print(view.end(), flush=True)
     llm.close()
     if output is not None:
-        _note_cut([output], params)
+        _note_cut([output], params, llm.state)
     if styled and output is not None:
         metrics = output.metrics
         note(
@@ -144,15 +145,15 @@ def _as_prompt(llm: LLM, text: str, options: argparse.Namespace) -> str | list[i
     return llm.chat_tokens([*opening, {"role": "user", "content": text}], enable_thinking=not options.no_think)
 
 
-def _note_cut(outputs: list[RequestOutput], params: SamplingParams) -> None:
-    """Say on a terminal how many replies ended by their length, and why."""
-    if not sys.stderr.isatty():
-        return
+def _note_cut(outputs: list[RequestOutput], params: SamplingParams, state: EngineState) -> None:
+    """Say how many replies ended by their length, and why: on a terminal, and elsewhere those for which the KV memory was too small."""
+    small = capacity(state, whole=False) < state.config.max_model_len
     cut = [len(output.token_ids) for output in outputs if output.finish_reason == "length"]
     full = sum(length < params.max_tokens for length in cut)
-    told = {f"after {params.max_tokens} tokens (--max-tokens)": len(cut) - full, "because the context is full": full}
+    why_full = "because the KV memory is full: a larger --num-pages gives more" if small else "because the context is full"
+    told = {f"after {params.max_tokens} tokens (--max-tokens)": len(cut) - full, why_full: full}
     many = f" of {len(outputs)} replies " if len(outputs) > 1 else ""
-    if cut:
+    if cut and (sys.stderr.isatty() or (small and full)):
         note("; ".join(f"{many and f'{count}{many}'}stopped {why}" for why, count in told.items() if count))
 
 

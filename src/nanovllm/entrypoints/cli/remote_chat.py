@@ -7,6 +7,7 @@ import argparse
 import http.client
 import json
 import os
+import socket
 import ssl
 import sys
 from collections.abc import Generator, Iterator
@@ -97,6 +98,9 @@ class Client:
             if answer.status == http.client.OK:
                 return answer
             text = answer.read().decode(errors="replace")
+        except socket.gaierror as error:
+            told = f"{self.address} cannot be reached: {error.strerror}: give a URL such as http://127.0.0.1:8000"
+            raise ServerError(told) from None
         except (OSError, http.client.HTTPException) as error:
             raise ServerError(f"{self.address} cannot be reached: {error}") from None
         raise ServerError(f"{self.address} answers with status {answer.status}: {_message(text)}")

@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("name", nargs="?", metavar="MODEL", help="the same as --model (default: tiny, the packaged model)")
     add_model_options(parser)
+    parser.set_defaults(model=None)  # so that a --model tiny beside MODEL is seen
     add_ranks(parser)
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", metavar="A", help="the address to listen on (default: 127.0.0.1, this machine alone)")
@@ -101,9 +102,9 @@ def run(options: argparse.Namespace) -> int:
 
     if options.alone and runs_on_cpu(options.device):
         let_threads_sleep()
-    if options.name is not None and options.model != "tiny":
+    if None not in (options.name, options.model) and options.name != options.model:
         raise InvalidRequestError(f"two models were named, {options.name!r} and --model {options.model!r}: give one of them")
-    model = options.name or options.model
+    model = options.name or options.model or "tiny"
     settings = Settings(
         host=options.host,
         port=options.port,
@@ -129,7 +130,8 @@ def run(options: argparse.Namespace) -> int:
         reasoning_parser=options.reasoning_parser,
     )
     if options.chunk_dir is not None and not options.chunk_dir.is_dir():
-        raise InvalidRequestError(f"--chunk-dir {options.chunk_dir} is not a folder")
+        why = "is not a folder" if options.chunk_dir.exists() else "does not exist: make the folder first"
+        raise InvalidRequestError(f"--chunk-dir {options.chunk_dir} {why}")
     if not settings.api_keys and not is_loopback(settings.host):
         raise InvalidRequestError(f"--host {settings.host} can be reached from elsewhere, so a key is needed: --api-key-file or {KEYS}")
     resolve_folder(model, revision=options.revision, download=options.download, with_code=options.trust_remote_code)
@@ -176,7 +178,8 @@ def make_kv_dir(*folders: Path) -> list[Path]:
         for folder in folders:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise InvalidRequestError(f"--kv-dir {folders[0]} cannot be used: {error.strerror or error}") from error
+        why = f"{error.filename} is a file, not a folder" if isinstance(error, FileExistsError) else error.strerror or error
+        raise InvalidRequestError(f"--kv-dir {folders[0]} cannot be used: {why}") from error
     return missing
 
 

@@ -256,6 +256,8 @@ def json_object(body: bytes) -> dict[str, Any]:
 
 
 def _json_object(body: bytes) -> dict[str, Any]:
+    if not body.strip():
+        raise ApiError(400, "the body is empty: it must be a JSON object")
     try:
         value = _decode(body)
     except msgspec.DecodeError as error:

@@ -1,6 +1,7 @@
 """The fields of requests: their types, which fields are ignored, and what becomes of them as `SamplingParams`."""
 
 import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import fields
 from types import MappingProxyType
@@ -162,7 +163,9 @@ def convert(values: dict[str, Any], kind: type[S]) -> S:
     except msgspec.ValidationError as error:
         place, missing = str(error).partition(" - at `$")[2].strip("`."), MISSING.search(str(error))
         param = ".".join(filter(None, (place, missing and missing[1])))
-        raise ApiError(400, str(error).replace(" - at `$.", ": at `"), param=param or None) from None
+        told = f"{param} is missing" if missing else str(error).replace(" - at `$.", ": at `")
+        told += f", which is {reprlib.repr(values[place])}" if place in values and not missing else ""
+        raise ApiError(400, told, param=param or None) from None
 
 
 def sampling(asked: Sampled, generation: SamplingParams, max_tokens: int, *, limit: str = "max_tokens", **more: Any) -> dict[str, Any]:

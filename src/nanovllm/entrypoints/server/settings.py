@@ -113,7 +113,7 @@ class Settings:
         if not 1 <= self.stream_interval <= MOST_INTERVAL:
             raise InvalidRequestError(f"stream_interval={self.stream_interval} must be in [1, {MOST_INTERVAL}]")
         if self.keep_chunks and self.chunk_dir is None:
-            raise InvalidRequestError("keep_chunks=True needs a folder: --chunk-dir")
+            raise InvalidRequestError("--keep-chunks needs a folder: give --chunk-dir, or --kv-dir, which keeps chunks too")
         if self.max_chunks < 0:
             raise InvalidRequestError(f"max_chunks={self.max_chunks} must be at least 0")
         if not 0 <= self.chunk_share <= 1:

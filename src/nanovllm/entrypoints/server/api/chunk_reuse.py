@@ -1,6 +1,7 @@
 """The fields `chunks` and `keep` of requests for replies: chunks before the prompt, and a chunk of prompt and reply."""
 
 import re
+import reprlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +73,7 @@ def valid(name: Any, param: str = "name") -> str:
         ApiError: It cannot be one.
     """
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise ApiError(400, f"{param}: names of chunks have 1 to 64 of the characters A-Z a-z 0-9 _ -", param=param)
+        raise ApiError(400, f"{param} is {reprlib.repr(name)}: names of chunks have 1 to 64 of the characters A-Z a-z 0-9 _ -", param=param)
     return name
 
 

@@ -170,7 +170,7 @@ async def drop(server: Server, exchange: Exchange) -> None:
         raise ApiError(400, f"spans has {len(asked.spans)} spans: it must have 1 to {MOST_SPANS}", param="spans")
     for place, (start, stop) in enumerate(asked.spans):
         if not 0 <= start < stop <= len(token_ids):
-            problem = f"spans[{place}] must begin before it ends, inside of the chunk's {len(token_ids)} tokens"
+            problem = f"spans[{place}] is {[start, stop]}: it must begin before it ends, inside of the chunk's {len(token_ids)} tokens"
             raise ApiError(400, problem, param=f"spans[{place}]")
         stay[start:stop] = False
     if not stay.any():
