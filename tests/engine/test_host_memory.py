@@ -14,6 +14,7 @@ from nanovllm.chunks.session import abandon, begin
 from nanovllm.chunks.storage.file import load_chunk, save_chunk
 from nanovllm.config import Mesh
 from nanovllm.engine import host_memory
+from nanovllm.engine.host_copies import ALONE
 from nanovllm.engine.init_state import init_state
 from nanovllm.engine.requests import cancel, submit, submit_many
 from nanovllm.engine.step import step
@@ -265,6 +266,24 @@ def test_a_pool_with_enough_free_pages_copies_nothing_ahead():
     for seed in range(6, 9):
         state, _ = reply(state, prompt(seed))
     assert state.pool.num_free == 64 - 9 * 6 and state.stats.offloaded_tokens == 4 * 6  # the first page to be evicted with its request
+
+
+def test_replies_that_wait_for_a_prompt_do_not_wait_for_copies_ahead_too():
+    state = engine(num_pages=64, max_model_len=48)
+    for seed in range(8):
+        state, _ = reply(state, prompt(seed))
+    state, _ = submit(MODEL, state, prompt(20), SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True))
+    found = dict[bool, list[int]]()  # by whether a step ran a prompt: the steps that copied
+    for at in range(16):
+        if at % 2:
+            state, _ = submit(MODEL, state, prompt(30 + at), SamplingParams(temperature=0.0, max_tokens=1))
+        ran, copied = state.stats.prefill_tokens, state.stats.offloaded_tokens
+        state, _ = step(MODEL, state)
+        if at:
+            steps = found.setdefault(state.stats.prefill_tokens > ran, [])
+            steps.extend([state.num_steps] if state.stats.offloaded_tokens > copied else [])
+    assert all(number % ALONE == 0 for number in found[True])
+    assert len(found[False]) >= 4  # the steps after them copied what they left
 
 
 def test_what_was_copied_ahead_is_found_on_the_device(monkeypatch):

@@ -397,6 +397,12 @@ MUTANTS: tuple[Mutant, ...] = (
         ("one large request fills host memory ahead", "most = min(most, limit - before)", "pass"),
     ),
     *bugs(
+        "engine/host_copies.py",
+        ("tests/engine/test_host_memory.py",),
+        ("replies wait for copies ahead after prompts", "if num_run and replied and state.num_steps % ALONE:", "if num_run < 0:"),
+        ("copies ahead are forgotten after prompts", "replace(host, behind=True)", "host"),
+    ),
+    *bugs(
         "chunks/compose.py",
         ("tests/engine/test_host_memory.py",),
         ("free pages are written while copies ahead read them", "copied(state, None, taken, None, early, ())", "state"),
