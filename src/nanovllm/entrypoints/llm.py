@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as Seq
 from contextlib import suppress
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from immutables import Map
@@ -235,7 +235,7 @@ class LLM:
         if (mirror := runtime_of(self._state).mirror) is not None:
             mirror.close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "LLM":
         return self
 
     def __exit__(self, *_: object) -> None:
