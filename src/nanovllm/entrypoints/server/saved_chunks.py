@@ -70,10 +70,15 @@ def _noted(path: Path, suffix: str) -> str | None:
 
 
 def label(path: Path, name: str) -> None:
-    """Note the name of a file, if the file is still there. A label that cannot be written is none: lists then lack the name."""
+    """Note the name of a file, if the file is still there. A label that cannot be written is none: lists then lack the name.
+
+    The label gets the time of the file, until `mark` gives it that of the chunk.
+    """
     with suppress(OSError):
         if path.exists() and _noted(path, LABEL) != name:
             write_whole(path.with_suffix(LABEL), name.encode())
+            saved = path.stat().st_mtime_ns
+            os.utime(path.with_suffix(LABEL), ns=(saved, saved))
 
 
 def mark(path: Path, name: str, created: int) -> None:
