@@ -402,11 +402,11 @@ def test_a_mark_is_never_there_in_part(served: Live, monkeypatch: pytest.MonkeyP
     path.touch()
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", noting)
-        saved_chunks.mark(path, "king")
+        saved_chunks.mark(path, "king", 1)
         mark.write_text("another")
-        saved_chunks.mark(path, "king")
+        saved_chunks.mark(path, "king", 1)
         old = mark.stat().st_mtime_ns
-        saved_chunks.mark(path, "king")
+        saved_chunks.mark(path, "king", 1)
     assert {*seen} == {None, "another", "king"} and mark.stat().st_mtime_ns > old
     assert saved_chunks.is_marked(path, "king") and not [*path.parent.glob("*.tmp")]
 
@@ -417,7 +417,7 @@ def test_a_mark_that_is_a_pipe_is_none_and_nobody_waits_for_it(served: Live) -> 
     path.with_suffix(saved_chunks.MARK).unlink()
     os.mkfifo(path.with_suffix(saved_chunks.MARK))
     assert again(served) == [] and not saved_chunks.is_marked(path, "king")
-    saved_chunks.mark(path, "king")
+    saved_chunks.mark(path, "king", 1)
     assert again(served) == [("king", 11)]
 
 

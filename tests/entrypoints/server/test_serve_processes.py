@@ -228,6 +228,27 @@ def test_kept_chunks_are_those_of_the_next_server(served: Any, tmp_path: Path, n
     assert server.end() == 0 and not server.errors
 
 
+def test_a_second_server_does_not_keep_chunks_in_the_same_folder(served: Any, tmp_path: Path):
+    options = ("--host-kv-gib", "0.1", "--kv-dir", str(tmp_path / "kv"), "--kv-dir-gib", "1")
+    first = served(*options).ready()
+    second = served(*options)
+    (own := tmp_path / "own").mkdir()
+    other = served(*options, "--chunk-dir", str(own)).ready()  # only pages are shared
+    assert second.end() == 2 and not second.lines
+    assert "waiting" in second.errors[0] and second.errors[1] == (
+        f"nanovllm: error: another server keeps its chunks in the folder {tmp_path / 'kv' / 'chunks'}: give each server a --chunk-dir of "
+        "its own (the pages of --kv-dir may be shared)"
+    )
+    assert first.post({"name": "kept", "text": "Once upon"}, "/v1/chunks").status == 200
+    assert other.get("/v1/chunks/kept") == 404
+    first.process.send_signal(signal.SIGTERM)
+    third = served(*options).ready()  # started while the first one ends
+    assert first.end() == 0 and third.get("/v1/chunks/kept") == 200
+    third.process.kill()  # alone: its engine and front end end by themselves
+    fourth = served(*options).ready()
+    assert fourth.get("/v1/chunks/kept") == 200 and not fourth.errors
+
+
 def test_a_server_that_cannot_start_leaves_no_folders(served: Any, tmp_path: Path):
     server = served("--host-kv-gib", "0.1", "--kv-dir", str(tmp_path / "kv"), "--num-pages", "0")
     assert server.end() == 2

@@ -490,7 +490,7 @@ def restarted(folder: Path, *names: str, spaces: tuple[tuple[str, int], ...] = (
             path = saved_chunks.path_of(named.limits, space, name)
             path.parent.mkdir(exist_ok=True)
             nv.save_chunk(state, chunk, path)
-            saved_chunks.mark(path, name)
+            saved_chunks.mark(path, name, 1)
     state = nv.init_state(model, num_pages=32, page_size=4)
     held, problems = hold_marked(Held(model=model, state=state, named=named, metrics=EngineMetrics()))
     assert not problems
@@ -530,7 +530,7 @@ def test_all_ranks_take_the_pages_and_read_the_files(tmp_path: Path) -> None:
         path = saved_chunks.path_of(named.limits, "", name)
         path.parent.mkdir(exist_ok=True)
         nv.save_chunk(state, chunk, path)
-        saved_chunks.mark(path, name)
+        saved_chunks.mark(path, name, 1)
     path.write_bytes(path.read_bytes()[:-1] + b"~")
     state = nv.init_state(model, **limits)
     twins = Twins(model, state, nv.init_state(model, **limits))

@@ -8,7 +8,7 @@ import ssl
 import stat
 import sys
 import warnings
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import torch
 
 from nanovllm.entrypoints.arguments import add_model_options, add_ranks, as_typed, engine_limits, positive, rounding, source
+from nanovllm.entrypoints.server.chunk_lock import only_server
 from nanovllm.entrypoints.server.settings import Settings
 from nanovllm.entrypoints.server.starting import FAILED
 from nanovllm.errors import InvalidRequestError
@@ -149,8 +150,14 @@ def run(options: argparse.Namespace) -> int:
     folders = [] if options.kv_dir is None else [as_path(options.kv_dir), *([] if settings.chunk_dir is None else [settings.chunk_dir])]
     supervisor = Supervisor(settings, model, limits, workers=options.workers, restart=not options.no_restart)
     made, code = make_kv_dir(*folders), FAILED
+    kept = settings.chunk_dir if settings.keep_chunks else None
     try:
-        code = supervisor.run(lambda line: print(line, flush=True), lambda told: as_typed(told, options))
+        with nullcontext() if kept is None else only_server(kept) as lock:
+            try:
+                code = supervisor.run(lambda line: print(line, flush=True), lambda told: as_typed(told, options))
+            finally:
+                if lock is not None and code == FAILED and kept in made:  # so that the folder is empty again
+                    lock.unlink(missing_ok=True)
     finally:
         if code == FAILED:
             for folder in reversed(made):

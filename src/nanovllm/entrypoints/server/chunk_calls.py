@@ -90,8 +90,9 @@ def reuse(held: Held, *, space: str, names: list[str]) -> tuple[Held, dict[str, 
 def delete(held: Held, *, space: str, name: str) -> tuple[Held, None]:
     """Release a chunk."""
     state, named = deleted(held.state, held.named, space, name)
-    saved_chunks.unmark(named.limits, space, name)
-    return replace(held, state=state, named=named), None
+    held = replace(held, state=state, named=named)
+    saved_chunks.unmark(held, space, name)
+    return held, None
 
 
 def fork_chunk(held: Held, *, space: str, name: str, to: str, replaced: bool) -> tuple[Held, Any]:
@@ -148,7 +149,7 @@ def save_unasked(held: Held, *, space: str, name: str, own: bool = True) -> tupl
     """`save`, but if the file is the server's `own`, it goes when the chunk goes."""
     found, path, most = held.named.get(space, name), saved_chunks.path_of(held.named.limits, space, name), held.named.limits.most
     state, pinned = fork(held.state, found.chunk)
-    head, device = chunk_file.head_of(state, pinned), held.model.device
+    head, model = chunk_file.head_of(state, pinned), held.model
     own = own and saved_chunks.claim(path)
     pin = space, pinned
 
@@ -159,13 +160,13 @@ def save_unasked(held: Held, *, space: str, name: str, own: bool = True) -> tupl
             return held, told(size, f"the chunk {name!r} could not be saved")
         now = held.named.space(space).get(name)
         if now is not None and now.chunk.liveness == found.chunk.liveness:  # not another chunk of this name, nor deleted
-            saved_chunks.mark(path, name)
+            saved_chunks.mark(path, name, found.created)
         elif own:
             saved_chunks.discard(path)
         return held, {**described(name, found), "bytes": size}
 
     def work(between: Between) -> int:
-        return saved_chunks.write(between, path, name, pinned, head, device, most)
+        return saved_chunks.write(between, path, name, pinned, head, model, most)
 
     named = replace(held.named, pinned=(*held.named.pinned, pin))
     return replace(held, state=state, named=named), Later(work=work, end=end)
@@ -174,7 +175,7 @@ def save_unasked(held: Held, *, space: str, name: str, own: bool = True) -> tupl
 def load_saved(held: Held, *, space: str, name: str, replaced: bool, namespace: int) -> tuple[Held, Later]:
     """Load the file of a name. It is read and checked while steps run, and then put into pages."""
     path = saved_chunks.path_of(held.named.limits, space, name)
-    held.named.require_room(held.state, space, name, replaced=replaced)
+    held.named.without_refusal(space, name).require_room(held.state, space, name, replaced=replaced)
 
     def end(held: Held, found: Any) -> tuple[Held, Any]:
         if isinstance(found, Exception):
@@ -192,7 +193,8 @@ def delete_saved(held: Held, *, space: str, name: str) -> tuple[Held, Later]:
         if isinstance(found, Exception):
             return held, told(found, f"the file of the chunk {name!r} could not be deleted")
         if not path.exists():  # not saved once more meanwhile
-            saved_chunks.unmark(held.named.limits, space, name)
+            saved_chunks.unmark(held, space, name)
+            held = replace(held, named=held.named.without_refusal(space, name))
         return held, None
 
     return held, Later(work=lambda _: saved_chunks.delete(path, name), end=end, short=True)
@@ -219,8 +221,8 @@ def save_kept(held: Held) -> list[str]:
                 continue
             try:
                 head = chunk_file.head_of(held.state, found.chunk)
-                saved_chunks.write(lambda copy: copy(held), path, name, found.chunk, head, held.model.device, limits.most)
-                saved_chunks.mark(path, name)
+                saved_chunks.write(lambda copy: copy(held), path, name, found.chunk, head, held.model, limits.most)
+                saved_chunks.mark(path, name, found.created)
             except Exception as error:  # of one chunk; the others are saved all the same
                 problems.append(str(told(error, f"{name}: the file could not be written")))
     return problems
@@ -229,12 +231,17 @@ def save_kept(held: Held) -> list[str]:
 def _put_into_pages(held: Held, found: Any, space: str, name: str, *, replaced: bool, namespace: int) -> tuple[Held, Any]:
     """Name a chunk that was read."""
     head, whole = found
+    refused = held.named.refused
+    held = replace(held, named=held.named.without_refusal(space, name))  # of the file that is being loaded
     held.named.require_room(held.state, space, name, replaced=replaced)
     if runtime_of(held.state).mirror is None:
         loaded = chunk_file.place(held.model, held.state, head, Path(name), lambda: blocks.windows_of(head, whole), namespace)
     else:  # the other ranks read the file, too
         loaded = _from_file(held, space, name, namespace)
-    return _loaded(held, loaded, space, name, replaced=replaced)
+    held, value = _loaded(held, loaded, space, name, replaced=replaced)
+    if isinstance(value, NanoVLLMError):
+        held = replace(held, named=replace(held.named, refused=refused))
+    return held, value
 
 
 def _from_file(held: Held, space: str, name: str, namespace: int) -> tuple[EngineState, Chunk]:
@@ -245,10 +252,12 @@ def _from_file(held: Held, space: str, name: str, namespace: int) -> tuple[Engin
 
 
 def _loaded(held: Held, loaded: tuple[EngineState, Chunk], space: str, name: str, *, replaced: bool) -> tuple[Held, Any]:
-    """Name a chunk that was loaded, and note that it is as its file."""
+    """Name a chunk that was loaded, and note that it is as its file, which a client has asked for."""
+    path = saved_chunks.path_of(held.named.limits, space, name)
+    saved_chunks.disclaim(path)  # otherwise it is deleted, as that of an older chunk
     held, value = _named(held, loaded, space, name, replaced=replaced)
     if not isinstance(value, NanoVLLMError):
-        saved_chunks.mark(saved_chunks.path_of(held.named.limits, space, name), name)
+        saved_chunks.mark(path, name, held.named.get(space, name).created)
     return held, value
 
 
@@ -298,7 +307,7 @@ def _named(held: Held, made: tuple[Any, Chunk], space: str, name: str, *, replac
     held = replace(held, state=state, named=named)
     if error is not None:
         return held, error
-    saved_chunks.unmark(named.limits, space, name)  # if the name has a file, it is that of an older chunk
+    saved_chunks.unmark(held, space, name)  # if the name has a file, it is that of an older chunk
     return held, described(name, named.get(space, name))
 
 

@@ -1,5 +1,6 @@
 """`NamedChunks`: the chunks that clients have named, and the compositions of several that requests asked for."""
 
+import os
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -72,6 +73,14 @@ class Unread:
     num_filled: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """The file of a chunk that could not be loaded at the start, and why. It may be that of another server, so it is not written over."""
+
+    path: Path
+    why: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Composed:
     """A composition, and its members by `liveness`."""
@@ -92,6 +101,7 @@ class NamedChunks:
         pinned: Chunks without names whose pages files are being made of, each with its namespace, which they count in.
         unread: The chunks whose KV was not read from their files yet, by `liveness`, which ascends from the one that was not used for the
             longest time. They count like the others, and nobody may read their pages.
+        refused: The files that were not loaded at the start, by namespace and name. While one is there, no other chunk gets its name.
     """
 
     limits: ChunkLimits = field(default_factory=ChunkLimits)
@@ -99,6 +109,7 @@ class NamedChunks:
     composed: tuple[Composed, ...] = ()
     pinned: tuple[tuple[str, Chunk], ...] = ()
     unread: Map[int, Unread] = field(default_factory=Map)
+    refused: Map[tuple[str, str], Refused] = field(default_factory=Map)
 
     def space(self, space: str) -> Map[str, Named]:
         """The chunks of a namespace by name."""
@@ -148,9 +159,12 @@ class NamedChunks:
             field: The field of requests that lets it replace another.
 
         Raises:
-            ChunkExistsError: The name is taken.
+            ChunkExistsError: The name is taken, or has a file that is not to be written over, whatever `replaced` says.
             ChunkLimitError: There are too many chunks, or they are too long.
         """
+        if (refused := self.refused.get((space, name))) is not None and os.path.lexists(refused.path):
+            left = f"the file of the chunk {name!r} was not loaded when the engine started, and is not written over ({refused.why})"
+            raise ChunkExistsError(f"{left}: take another name, or delete the file with DELETE /v1/chunks/{name}/save")
         space_now = self.space(space)
         if name in space_now:
             if not replaced:
@@ -162,6 +176,10 @@ class NamedChunks:
             wanted = f"the chunk {name!r} needs {num_pages} pages of {state.config.page_size} tokens"
             saved = ", also those that are being saved," if any(own == space for own, _ in self.pinned) else ""
             raise ChunkLimitError(f"{wanted}; chunks{saved} hold {used} of the {most} that they may hold: delete some")
+
+    def without_refusal(self, space: str, name: str) -> "NamedChunks":
+        """The chunks, as if the file of a name had not been refused: it was loaded now, or has gone."""
+        return replace(self, refused=self.refused.delete((space, name))) if (space, name) in self.refused else self
 
     def most_pages(self, state: EngineState) -> int:
         """How many pages the chunks of a namespace may hold."""
@@ -184,7 +202,7 @@ def settled(
     except NanoVLLMError as error:
         return release(state, chunk), named, error
     entry = Named(chunk=chunk, created=created)
-    named = replace(named, spaces=named.spaces.set(space, named.space(space).set(name, entry)))
+    named = replace(named.without_refusal(space, name), spaces=named.spaces.set(space, named.space(space).set(name, entry)))
     if old is not None:
         state, named = _let_go(state, named, old.chunk)
     return *_within(state, named, space), None

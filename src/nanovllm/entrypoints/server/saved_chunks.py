@@ -6,11 +6,15 @@ marks. So has the next server's engine, if the operator wants chunks to be kept:
 
 A server with nothing else to do may save chunks that no client has asked it to save. A claim beside such a file says so: the file is
 deleted when the chunk is deleted, or when its name is that of another chunk.
+
+Servers of several models may use a folder one after the other. A file that does not fit an engine's model and KV dtype is neither written
+over nor deleted together with a chunk.
 """
 
 import hashlib
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from functools import partial
@@ -20,11 +24,12 @@ import torch
 
 from nanovllm.chunks.storage import blocks, reserved
 from nanovllm.chunks.storage import file as chunk_file
+from nanovllm.chunks.storage import format as chunk_format
 from nanovllm.chunks.storage.format import Head
 from nanovllm.entrypoints.server.held import Held
 from nanovllm.entrypoints.server.named_chunks import ChunkLimits, Unread
 from nanovllm.entrypoints.server.side_thread import Between
-from nanovllm.errors import ChunkFileError, ChunkLimitError, InvalidRequestError, UnknownChunkError
+from nanovllm.errors import ChunkFileError, ChunkLimitError, ChunkMismatchError, InvalidRequestError, UnknownChunkError
 from nanovllm.files import delete_abandoned, put, temporary, write_whole
 from nanovllm.models.model import Model
 from nanovllm.state.chunk import Chunk
@@ -65,14 +70,24 @@ def _noted(path: Path, suffix: str) -> str | None:
 
 
 def label(path: Path, name: str) -> None:
-    """Note the name of a file, if the file is still there. A label that cannot be written is none: lists then lack the name."""
+    """Note the name of a file, if the file is still there. A label that cannot be written is none: lists then lack the name.
+
+    The label gets the time of the file, until `mark` gives it that of the chunk.
+    """
     with suppress(OSError):
         if path.exists() and _noted(path, LABEL) != name:
             write_whole(path.with_suffix(LABEL), name.encode())
+            saved = path.stat().st_mtime_ns
+            os.utime(path.with_suffix(LABEL), ns=(saved, saved))
 
 
-def mark(path: Path, name: str) -> None:
-    """Note that the chunk of a file is in memory, if the file is still there. A mark that cannot be written is none."""
+def mark(path: Path, name: str, created: int) -> None:
+    """Note that the chunk of a file is in memory, if the file is still there, and when the chunk was `created`, in Unix time.
+
+    A mark that cannot be written is none.
+    """
+    with suppress(OSError):
+        os.utime(path.with_suffix(LABEL), (created, created))
     with suppress(OSError):
         if is_marked(path, name):
             os.utime(path.with_suffix(MARK))
@@ -89,14 +104,39 @@ def is_marked(path: Path, name: str) -> bool:
     return False
 
 
-def unmark(limits: ChunkLimits, space: str, name: str) -> None:
-    """Note that the chunk of a name is not in memory. Its file is deleted if no client has asked for it."""
-    if limits.folder is not None:
-        path = path_of(limits, space, name)
+def created(path: Path) -> int:
+    """When the chunk of a file that has a mark was created, in Unix time: the time of its label, or else that of the file, or now."""
+    for each in (path.with_suffix(LABEL), path):
         with suppress(OSError):
+            return int(each.stat(follow_symlinks=False).st_mtime)
+    return int(time.time())
+
+
+def unmark(held: Held, space: str, name: str) -> None:
+    """Note that the chunk of a name is not in memory. Its file is deleted if no client has asked for it and it fits the engine."""
+    if held.named.limits.folder is not None:
+        path = path_of(held.named.limits, space, name)
+        with suppress(OSError, ChunkMismatchError):
             path.with_suffix(MARK).unlink(missing_ok=True)
             if path.with_suffix(OWN).exists():
+                require_own(path, name, held.model, held.state.kv.pools[0].dtype)
                 discard(path)
+
+
+def require_own(path: Path, name: str, model: Model, kv_dtype: torch.dtype) -> None:
+    """Require that a file is missing, damaged, or of this model and KV dtype, before it is written over. Only its header is read.
+
+    Raises:
+        ChunkMismatchError: It is whole, but of another model or KV dtype.
+    """
+    try:
+        with opened(path, name) as fd:
+            chunk_file.require_outline(chunk_format.outline(fd, Path(name)), model, kv_dtype, Path(name))
+    except ChunkMismatchError as error:
+        told = f"the chunk {name!r} cannot be saved, because a file that is not written over has its name ({error})"
+        raise ChunkMismatchError(f"{told}: take another name, or delete the file with DELETE /v1/chunks/{name}/save") from None
+    except (UnknownChunkError, ChunkFileError):  # missing, or of no use to anybody
+        pass
 
 
 def claim(path: Path) -> bool:
@@ -151,7 +191,7 @@ def tidy(limits: ChunkLimits, *, again: bool) -> None:
                 path.unlink(missing_ok=True)
 
 
-def write(between: Between, path: Path, name: str, chunk: Chunk, head: Head, device: torch.device, most: int) -> int:
+def write(between: Between, path: Path, name: str, chunk: Chunk, head: Head, model: Model, most: int) -> int:
     """Write a chunk's file. Its KV is copied in the engine's thread, a piece between two steps; digests and the disk take none of its time.
 
     Returns:
@@ -160,6 +200,7 @@ def write(between: Between, path: Path, name: str, chunk: Chunk, head: Head, dev
     Raises:
         ChunkFileError: The file cannot be written. The message tells no path, which is not the clients' business.
         ChunkLimitError: There are too many files.
+        ChunkMismatchError: The name has the file of a chunk of another model or KV dtype, which is not written over.
     """
     rows = max(1, PIECE // head.row_bytes)
 
@@ -173,10 +214,11 @@ def write(between: Between, path: Path, name: str, chunk: Chunk, head: Head, dev
 
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
+        require_own(path, name, model, head.dtype)
         if not path.exists() and sum(1 for _ in path.parent.glob(f"*{SUFFIX}")) >= most:
             raise ChunkLimitError(f"there are {most} chunk files, and no more are allowed: delete some")
         with temporary(path.parent) as (fd, made):
-            blocks.write_file(fd, head, gather, device)
+            blocks.write_file(fd, head, gather, model.device)
             size = os.fstat(fd).st_size
             put(made, path)
         label(path, name)

@@ -3,7 +3,6 @@
 At the start only the heads of the files are read. A file whose content turns out to be damaged takes its chunk's name with it.
 """
 
-import time
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -16,9 +15,9 @@ from nanovllm.chunks.storage import reserved
 from nanovllm.entrypoints.server import saved_chunks
 from nanovllm.entrypoints.server.chunk_calls import told
 from nanovllm.entrypoints.server.held import Held
-from nanovllm.entrypoints.server.named_chunks import NamedChunks, Unread, deleted, settled
+from nanovllm.entrypoints.server.named_chunks import NamedChunks, Refused, Unread, deleted, settled
 from nanovllm.entrypoints.server.side_thread import Between, Later
-from nanovllm.errors import EngineDeadError, NanoVLLMError, OutOfPagesError
+from nanovllm.errors import EngineDeadError, NanoVLLMError, OutOfPagesError, UnknownChunkError
 from nanovllm.executor.executor import runtime_of
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.device_errors import out_of_memory
@@ -30,12 +29,13 @@ Shared = dict[bytes, Chunk]  # a chunk by the key of each of its full pages of e
 def hold_marked(held: Held) -> tuple[Held, list[str]]:
     """Name the chunks that were in memory and have files, as far as they fit, when an engine is started again or chunks are kept.
 
-    Their pages are taken and their heads checked; their KV is not read. Those that begin with the same tokens share pages.
+    Their pages are taken and their heads checked; their KV is not read. Those that begin with the same tokens share pages. The files of
+    those that do not fit are noted as refused.
 
     Returns:
         What is held next, and why chunks are missing.
     """
-    problems, limits, shared = list[str](), held.named.limits, Shared()
+    problems, limits, shared, refused = list[str](), held.named.limits, Shared(), held.named.refused
     spaces = limits.spaces if limits.folder is not None else ()
     todo = [(used, space, namespace, name) for space, namespace in spaces for name, used in saved_chunks.marked(limits, space).items()]
     for _, space, namespace, name in sorted(todo):
@@ -46,8 +46,12 @@ def hold_marked(held: Held) -> tuple[Held, list[str]]:
             raise
         except Exception as problem:  # of one chunk, which the others and the engine can do without
             error = told(problem, f"{name}: the file could not be loaded")
-        problems += [str(error)] if error is not None else []
-    return held, problems
+        if error is None:
+            continue
+        problems.append(str(error))
+        if not isinstance(error, UnknownChunkError):
+            refused = refused.set((space, name), Refused(path=saved_chunks.path_of(limits, space, name), why=str(error)))
+    return replace(held, named=replace(held.named, refused=refused)), problems
 
 
 def _with_pages(held: Held, space: str, namespace: int, name: str, shared: Shared) -> tuple[Held, NanoVLLMError | None]:
@@ -64,7 +68,7 @@ def _with_pages(held: Held, space: str, namespace: int, name: str, shared: Share
         base = shared[known[-1]] if known else None
         state, chunk = reserved.reserve(held.model, held.state, fd, Path(name), base, len(known))
     saved_chunks.label(path, name)  # a file may have come without one
-    state, named, error = settled(state, held.named, space, name, chunk, created=int(time.time()), replaced=False)
+    state, named, error = settled(state, held.named, space, name, chunk, created=saved_chunks.created(path), replaced=False)
     if error is None:
         shared.update(dict.fromkeys(keys[len(known) :], chunk))
         unread = Unread(space=space, name=name, chunk=chunk, namespace=namespace)
