@@ -1,6 +1,7 @@
 """KV that is kept in host memory: what an engine loads again, what it counts, what it refuses, and that replies do not change."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -269,14 +270,14 @@ def test_a_pool_with_enough_free_pages_copies_nothing_ahead():
 
 
 def test_replies_that_wait_for_a_prompt_do_not_wait_for_copies_ahead_too():
-    state = engine(num_pages=64, max_model_len=48)
-    for seed in range(8):
+    state = engine(num_pages=192, max_model_len=48)
+    for seed in range(28):
         state, _ = reply(state, prompt(seed))
-    state, _ = submit(MODEL, state, prompt(20), SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True))
+    state, _ = submit(MODEL, state, prompt(100), SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True))
     found = dict[bool, list[int]]()  # by whether a step ran a prompt: the steps that copied
     for at in range(16):
         if at % 2:
-            state, _ = submit(MODEL, state, prompt(30 + at), SamplingParams(temperature=0.0, max_tokens=1))
+            state, _ = submit(MODEL, state, prompt(101 + at), SamplingParams(temperature=0.0, max_tokens=1))
         ran, copied = state.stats.prefill_tokens, state.stats.offloaded_tokens
         state, _ = step(MODEL, state)
         if at:
@@ -284,6 +285,36 @@ def test_replies_that_wait_for_a_prompt_do_not_wait_for_copies_ahead_too():
             steps.extend([state.num_steps] if state.stats.offloaded_tokens > copied else [])
     assert all(number % ALONE == 0 for number in found[True])
     assert len(found[False]) >= 4  # the steps after them copied what they left
+
+
+def test_long_prompts_beside_replies_do_not_outrun_copies_ahead(monkeypatch):
+    late, move = list[int](), HostMemory.move
+
+    def watched(memory: HostMemory, kv: Any, moves: Any, *landing: Any) -> Any:
+        late.append(len(moves.out))
+        return move(memory, kv, moves, *landing)
+
+    state = engine(num_pages=128, max_model_len=64)
+    for seed in range(24):
+        state, _ = reply(state, prompt(seed))
+    monkeypatch.setattr(HostMemory, "move", watched)
+    state, _ = submit(MODEL, state, prompt(100, 6), SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
+    for at in range(30):
+        state, _ = submit(MODEL, state, prompt(30 + at, 56), SamplingParams(temperature=0.0, max_tokens=1))
+        state, _ = step(MODEL, state)
+    assert state.stats.offloaded_tokens > 128 * 4 and not sum(late)
+
+
+def test_an_engine_that_becomes_idle_copies_what_a_step_with_a_prompt_left():
+    state = engine(num_pages=192, max_model_len=48)
+    for seed in range(28):
+        state, _ = reply(state, prompt(seed))
+    for at in range(2 * ALONE):  # whatever the number of steps
+        state, _ = submit(MODEL, state, prompt(100 + at), SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
+        state, _ = step(MODEL, state)
+        state, _ = submit(MODEL, state, prompt(200 + at), SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
+        state, _ = step(MODEL, state)
+        assert not state.running and state.pool.host is not None and not state.pool.host.behind
 
 
 def test_what_was_copied_ahead_is_found_on_the_device(monkeypatch):

@@ -399,7 +399,13 @@ MUTANTS: tuple[Mutant, ...] = (
     *bugs(
         "engine/host_copies.py",
         ("tests/engine/test_host_memory.py",),
-        ("replies wait for copies ahead after prompts", "if num_run and replied and state.num_steps % ALONE:", "if num_run < 0:"),
+        ("replies wait for copies ahead after prompts", "if alone and state.num_steps % ALONE:", "if num_run < 0:"),
+        (
+            "long prompts overtake copies ahead",
+            "0 < num_run <= state.pool.pages.num_pages * config.page_size // (2 * SHARE * ALONE)",
+            "num_run",
+        ),
+        ("an idle engine leaves copies ahead", "alone = busy and replied and few", "alone = replied and few"),
         ("copies ahead are forgotten after prompts", "replace(host, behind=True)", "host"),
     ),
     *bugs(

@@ -12,7 +12,7 @@ from nanovllm.executor.kv_offload import Landing
 from nanovllm.state import offload
 from nanovllm.state.disk_pages import lasting
 from nanovllm.state.engine_state import EngineState
-from nanovllm.state.kept_ahead import keep_ahead
+from nanovllm.state.kept_ahead import SHARE, keep_ahead
 from nanovllm.state.kv_cache import pages_for
 from nanovllm.state.offload import HostPages, Moves
 from nanovllm.state.pool import Pool, Taken
@@ -21,7 +21,7 @@ from nanovllm.state.steady import Steady
 # Pages that a step copies ahead. The host begins thousands of such copies per second, and meanwhile the device may wait for the next step.
 MOST = 32  # of a step that runs no prompt; one that does copies two more for each page that it fills
 MOST_IDLE = 1024  # of a step after which no request is left
-ALONE = 4  # one of so many steps in which replies wait for prompts copies ahead
+ALONE = 4  # one of so many steps in which replies wait for short prompts copies ahead; those fill half of what is kept at most
 
 
 def copied(
@@ -59,10 +59,12 @@ def copied_ahead(before: EngineState, state: EngineState, taken: Taken) -> Engin
     config, host, num_run = state.config, state.pool.host, state.stats.prefill_tokens - before.stats.prefill_tokens
     if host is None or not (host.behind or num_run or state.pool.prefix.now != before.pool.prefix.now):
         return state
-    replied = state.stats.decode_tokens != before.stats.decode_tokens
-    if num_run and replied and state.num_steps % ALONE:  # the device is idle until the host ends such a step, so a later one copies
+    busy, replied = bool(state.running or state.waiting), state.stats.decode_tokens != before.stats.decode_tokens
+    few = 0 < num_run <= state.pool.pages.num_pages * config.page_size // (2 * SHARE * ALONE)
+    alone = busy and replied and few  # nothing runs on the device beside the end of such a step
+    if alone and state.num_steps % ALONE:
         return replace(state, pool=replace(state.pool, host=replace(host, behind=True)))
-    most = MOST + 2 * num_run // config.page_size if state.running or state.waiting else MOST_IDLE
+    most = (MOST + 2 * num_run // config.page_size) * (ALONE if alone else 1) if busy else MOST_IDLE
     if (done := keep_ahead(state.pool, pages_for(config.max_model_len, config.page_size), most)) is None:
         return state
     pool, moves = done

@@ -46,7 +46,7 @@ class CommandParser(Parser):
         if rest:
             known = [option[2:] for option in self._option_string_actions if option.startswith("--")]
             meant = [closest(word[2:].partition("=")[0], known) for word in rest if word.startswith("--")]
-            hint = " and ".join(f"--{name}" for name in meant if name is not None)
+            hint = " and ".join(f"--{name}" for name in dict.fromkeys(meant) if name is not None)
             self.error(f"unrecognized arguments: {' '.join(rest)}" + (f": did you mean {hint}?" if hint else ""))
         return options, rest
 

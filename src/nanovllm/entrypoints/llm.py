@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as Seq
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, Literal
 
 import torch
@@ -223,23 +223,29 @@ class LLM:
         Further requests raise `EngineClosedError`. Functional calls with `state` go on if there were no other ranks, but their KV is not
         written. Leaving a `with` block closes too.
 
+        Raises:
+            DonatedStateError: The state that is to be written was donated. The other ranks are ended all the same.
+
         Examples:
             >>> with nv.LLM(model, num_pages=64) as llm:
             ...     llm.generate("Hello", nv.SamplingParams(temperature=0, max_tokens=12))[0].text
             '! How can I help you?'
         """
-        self._closed = True
-        if runtime_of(self._state).disk is not None:
-            with suppress(EngineDeadError):  # then its KV is lost
-                flush_kv(self._state)
-        if (mirror := runtime_of(self._state).mirror) is not None:
-            mirror.close()
+        self._closed, runtime = True, runtime_of(self._state)
+        try:
+            if runtime.disk is not None:
+                with suppress(EngineDeadError):  # then its KV is lost
+                    flush_kv(self._state)
+        finally:
+            if runtime.mirror is not None:
+                runtime.mirror.close()
 
     def __enter__(self) -> "LLM":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with nullcontext() if kind is None else suppress(DonatedStateError):  # which would hide the exception of the block
+            self.close()
 
     @property
     def state(self) -> EngineState:

@@ -236,7 +236,7 @@ def test_a_second_server_does_not_keep_chunks_in_the_same_folder(served: Any, tm
     other = served(*options, "--chunk-dir", str(own)).ready()  # only pages are shared
     assert second.end() == 2 and not second.lines
     assert "waiting" in second.errors[0] and second.errors[1] == (
-        f"nanovllm: error: another server keeps its chunks in the folder {tmp_path / 'kv' / 'chunks'}: give each server a --chunk-dir of "
+        f"nanovllm: error: another server has its chunks in the folder {tmp_path / 'kv' / 'chunks'}: give each server a --chunk-dir of "
         "its own (the pages of --kv-dir may be shared)"
     )
     assert first.post({"name": "kept", "text": "Once upon"}, "/v1/chunks").status == 200

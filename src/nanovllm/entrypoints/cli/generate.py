@@ -62,8 +62,13 @@ def run_generate(options: argparse.Namespace) -> int:
         raise InvalidRequestError("--system and --no-think need --chat: add --chat")
     lines = _lines(options.prompts) if options.prompts is not None else {}
     texts = list(lines.values()) if options.prompts is not None else [_prompt(options)]
-    llm = load_engine(options, **engine_limits(options), max_num_seqs=256 if options.prompts is not None else 1)
-    freeze_if_alone(options)
+    with load_engine(options, **engine_limits(options), max_num_seqs=256 if options.prompts is not None else 1) as llm:
+        freeze_if_alone(options)
+        return _generated(llm, options, lines, texts)
+
+
+def _generated(llm: LLM, options: argparse.Namespace, lines: dict[int, str], texts: list[str]) -> int:
+    """Generate and print the replies to `texts`, which are `lines` of a file by their numbers if there is one; returns the exit code."""
     params = sampling(options, llm.model)
     if options.prompts is not None:
         try:
@@ -74,7 +79,6 @@ def run_generate(options: argparse.Namespace) -> int:
             told = {"prompt": text, "text": output.text, "finish_reason": output.finish_reason}
             print(json.dumps(told | ({} if output.error is None else {"error": str(output.error)}), ensure_ascii=False))
         _note_cut(outputs, params, llm.state)
-        llm.close()
         return 0 if all(output.error is None for output in outputs) else 2
     prompt = _as_prompt(llm, texts[0], options)
     styled = is_terminal(sys.stdout)
@@ -88,7 +92,6 @@ def run_generate(options: argparse.Namespace) -> int:
         print(shown, end="", flush=bool(shown))
         output = piece.output
     print(view.end(), flush=True)
-    llm.close()
     if output is not None:
         _note_cut([output], params, llm.state)
     if styled and output is not None:

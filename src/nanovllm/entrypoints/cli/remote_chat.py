@@ -98,8 +98,8 @@ class Client:
             if answer.status == http.client.OK:
                 return answer
             text = answer.read().decode(errors="replace")
-        except socket.gaierror as error:
-            told = f"{self.address} cannot be reached: {error.strerror}: give a URL such as http://127.0.0.1:8000"
+        except (socket.gaierror, UnicodeError):  # no host has such a name, or it cannot be one
+            told = f"{self.address} cannot be reached: its host is not known: give a URL such as http://127.0.0.1:8000"
             raise ServerError(told) from None
         except (OSError, http.client.HTTPException) as error:
             raise ServerError(f"{self.address} cannot be reached: {error}") from None

@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
         let_threads_sleep()
     if None not in (options.name, options.model) and options.name != options.model:
         raise InvalidRequestError(f"two models were named, {options.name!r} and --model {options.model!r}: give one of them")
-    model = options.name or options.model or "tiny"
+    model = next(name for name in (options.name, options.model, "tiny") if name is not None)
     settings = Settings(
         host=options.host,
         port=options.port,
@@ -150,13 +150,13 @@ def run(options: argparse.Namespace) -> int:
     folders = [] if options.kv_dir is None else [as_path(options.kv_dir), *([] if settings.chunk_dir is None else [settings.chunk_dir])]
     supervisor = Supervisor(settings, model, limits, workers=options.workers, restart=not options.no_restart)
     made, code = make_kv_dir(*folders), FAILED
-    kept = settings.chunk_dir if settings.keep_chunks else None
+    chunks = settings.chunk_dir
     try:
-        with nullcontext() if kept is None else only_server(kept) as lock:
+        with nullcontext() if chunks is None else only_server(chunks) as lock:
             try:
                 code = supervisor.run(lambda line: print(line, flush=True), lambda told: as_typed(told, options))
             finally:
-                if lock is not None and code == FAILED and kept in made:  # so that the folder is empty again
+                if lock is not None and code == FAILED and chunks in made:  # so that the folder is empty again
                     lock.unlink(missing_ok=True)
     finally:
         if code == FAILED:

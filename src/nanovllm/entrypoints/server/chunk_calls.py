@@ -141,7 +141,9 @@ def drop_spans(
 def save(held: Held, *, space: str, name: str) -> tuple[Held, Later]:
     """Write a chunk to its file, while steps run. Its pages stay until the file is complete, and count until then."""
     held.named.get(space, name)
-    saved_chunks.disclaim(saved_chunks.path_of(held.named.limits, space, name))
+    path = saved_chunks.path_of(held.named.limits, space, name)
+    saved_chunks.require_own(path, name, held.model, held.state.kv.pools[0].dtype)
+    saved_chunks.disclaim(path)
     return save_unasked(held, space=space, name=name, own=False)
 
 

@@ -1,4 +1,4 @@
-"""The lock of a folder of named chunks that stay from one server to the next: one server at a time keeps chunks in it.
+"""The lock of a folder of named chunks: one server at a time has its chunks in it.
 
 Two servers would not see each other's chunks: what one deletes would come back through the other.
 """
@@ -31,7 +31,7 @@ def only_server(folder: Path) -> Iterator[Path]:
         The lock's file, which may be deleted within the block.
 
     Raises:
-        InvalidRequestError: Another server keeps chunks in the folder, and does not end within `LOCK_SECONDS`; or the file of the lock
+        InvalidRequestError: Another server has chunks in the folder, and does not end within `LOCK_SECONDS`; or the file of the lock
             cannot be opened.
     """
     path = folder / LOCK
@@ -49,6 +49,7 @@ def _locked(folder: Path, path: Path) -> int:
     """The open file of the lock, once it is locked."""
     begin, told = time.monotonic(), False
     while True:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # a server that fails at its start removes what it made
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -61,12 +62,12 @@ def _locked(folder: Path, path: Path) -> int:
             waited = time.monotonic() - begin
             if waited >= LOCK_SECONDS:
                 raise InvalidRequestError(
-                    f"another server keeps its chunks in the folder {folder}: give each server a --chunk-dir of its own "
+                    f"another server has its chunks in the folder {folder}: give each server a --chunk-dir of its own "
                     "(the pages of --kv-dir may be shared)"
                 ) from None
             if waited >= SAY_SECONDS and not told:
                 told = True
-                say(f"another server keeps its chunks in the folder {folder}: waiting up to {LOCK_SECONDS:g} seconds for its end")
+                say(f"another server has its chunks in the folder {folder}: waiting up to {LOCK_SECONDS:g} seconds for its end")
             time.sleep(LOOK_SECONDS)
         finally:
             if fd >= 0:

@@ -104,6 +104,13 @@ def is_marked(path: Path, name: str) -> bool:
     return False
 
 
+def forget(path: Path) -> None:
+    """Remove the mark and the claim of a file that has gone."""
+    for suffix in (MARK, OWN):
+        with suppress(OSError):
+            path.with_suffix(suffix).unlink()
+
+
 def created(path: Path) -> int:
     """When the chunk of a file that has a mark was created, in Unix time: the time of its label, or else that of the file, or now."""
     for each in (path.with_suffix(LABEL), path):
@@ -116,7 +123,7 @@ def unmark(held: Held, space: str, name: str) -> None:
     """Note that the chunk of a name is not in memory. Its file is deleted if no client has asked for it and it fits the engine."""
     if held.named.limits.folder is not None:
         path = path_of(held.named.limits, space, name)
-        with suppress(OSError, ChunkMismatchError):
+        with suppress(OSError, ChunkFileError, ChunkMismatchError):
             path.with_suffix(MARK).unlink(missing_ok=True)
             if path.with_suffix(OWN).exists():
                 require_own(path, name, held.model, held.state.kv.pools[0].dtype)
@@ -124,18 +131,19 @@ def unmark(held: Held, space: str, name: str) -> None:
 
 
 def require_own(path: Path, name: str, model: Model, kv_dtype: torch.dtype) -> None:
-    """Require that a file is missing, damaged, or of this model and KV dtype, before it is written over. Only its header is read.
+    """Require that a file is missing, or of this model and KV dtype, before it is written over. Only its header is read.
 
     Raises:
-        ChunkMismatchError: It is whole, but of another model or KV dtype.
+        ChunkMismatchError: It is of another model or KV dtype.
+        ChunkFileError: It cannot be read, or is of another version of the format, or damaged.
     """
     try:
         with opened(path, name) as fd:
             chunk_file.require_outline(chunk_format.outline(fd, Path(name)), model, kv_dtype, Path(name))
-    except ChunkMismatchError as error:
+    except (ChunkMismatchError, ChunkFileError) as error:
         told = f"the chunk {name!r} cannot be saved, because a file that is not written over has its name ({error})"
-        raise ChunkMismatchError(f"{told}: take another name, or delete the file with DELETE /v1/chunks/{name}/save") from None
-    except (UnknownChunkError, ChunkFileError):  # missing, or of no use to anybody
+        raise type(error)(f"{told}: take another name, or delete the file with DELETE /v1/chunks/{name}/save") from None
+    except UnknownChunkError:
         pass
 
 

@@ -17,7 +17,7 @@ from nanovllm.entrypoints.server.chunk_calls import told
 from nanovllm.entrypoints.server.held import Held
 from nanovllm.entrypoints.server.named_chunks import NamedChunks, Refused, Unread, deleted, settled
 from nanovllm.entrypoints.server.side_thread import Between, Later
-from nanovllm.errors import EngineDeadError, NanoVLLMError, OutOfPagesError, UnknownChunkError
+from nanovllm.errors import ChunkLimitError, EngineDeadError, NanoVLLMError, OutOfPagesError, UnknownChunkError
 from nanovllm.executor.executor import runtime_of
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.device_errors import out_of_memory
@@ -49,8 +49,11 @@ def hold_marked(held: Held) -> tuple[Held, list[str]]:
         if error is None:
             continue
         problems.append(str(error))
-        if not isinstance(error, UnknownChunkError):
-            refused = refused.set((space, name), Refused(path=saved_chunks.path_of(limits, space, name), why=str(error)))
+        path = saved_chunks.path_of(limits, space, name)
+        if isinstance(error, UnknownChunkError):
+            saved_chunks.forget(path)
+        elif not isinstance(error, (ChunkLimitError, OutOfPagesError)):  # those lack only room
+            refused = refused.set((space, name), Refused(path=path, why=str(error)))
     return replace(held, named=replace(held.named, refused=refused)), problems
 
 
@@ -115,10 +118,21 @@ def read_in(held: Held, number: int) -> Later:
                 short.__cause__ = error  # so that clients are told of no pages
                 return held, short
             state, named = deleted(held.state, held.named, unread.space, unread.name)
-            return replace(held, state=state, named=named), told(error, f"{unread.name}: the file could not be loaded")
+            problem = told(error, f"{unread.name}: the file could not be loaded")
+            if _by_the_disk(error):  # the file may be whole, so it is kept
+                refused = Refused(path=path, why=str(problem))
+                named = replace(named, refused=named.refused.set((unread.space, unread.name), refused))
+            return replace(held, state=state, named=named), problem
         return replace(held, state=state, named=_filled(held.named, unread)), None
 
     return Later(work=work, end=end)
+
+
+def _by_the_disk(error: BaseException | None) -> bool:
+    """Whether an error of the system is behind another one."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__
+    return error is not None
 
 
 def _filled(named: NamedChunks, read: Unread) -> NamedChunks:
