@@ -80,6 +80,46 @@ def test_a_file_that_was_refused_at_the_start_is_not_written_over(served: Live, 
     assert {**after, "loaded": True} == {**before, "loaded": True}
 
 
+@pytest.mark.parametrize("asked_for", [False, True])
+def test_a_file_of_another_version_is_neither_written_over_nor_deleted(served: Live, asked_for: bool) -> None:
+    restart(served)
+    path = path_of(served, "policy")
+    saved = path.read_bytes()
+    assert b'"version":"1"' in saved
+    path.write_bytes(saved := saved.replace(b'"version":"1"', b'"version":"9"'))
+    path.with_suffix(saved_chunks.MARK).unlink()  # so that the start does not look at it
+    path.with_suffix(saved_chunks.OWN).unlink(missing_ok=True)
+    if not asked_for:
+        path.with_suffix(saved_chunks.OWN).touch()
+    served.stop_engine()
+    served.start_engine()
+    served.wait_until_healthy()
+    assert served.post("/v1/chunks", {"name": "policy", "token_ids": [5, 6, 7]}).status == 200
+    answer = served.post("/v1/chunks/policy/save", {})
+    assert code_of(answer) == (500, "chunk_file") and "DELETE /v1/chunks/policy/save" in answer.json()["error"]["message"]
+    assert path.read_bytes() == saved and path.with_suffix(saved_chunks.OWN).exists() == (not asked_for)
+
+
+def test_a_file_that_the_system_cannot_read_keeps_its_name(served: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    restart(served)
+    path = path_of(served, "policy")
+    saved, open_ = path.read_bytes(), os.open
+
+    def full(name: Any, *more: Any, **options: Any) -> int:
+        if name == path:
+            raise OSError(24, "Too many open files")
+        return open_(name, *more, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saved_chunks.os, "open", full)
+        restart(served)
+    assert names(served) == []
+    assert code_of(served.post("/v1/chunks", {"name": "policy", "token_ids": [5, 6, 7], "replace": True})) == (409, "chunk_exists")
+    assert path.read_bytes() == saved
+    restart(served)
+    assert names(served) == ["policy"]
+
+
 def test_a_refused_name_is_free_once_its_file_is_deleted(served: Live) -> None:
     restart(served, kv_dtype="fp8")
     assert served.call("DELETE", "/v1/chunks/policy/save").status == 200 and not path_of(served, "policy").exists()

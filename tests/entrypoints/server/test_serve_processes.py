@@ -239,6 +239,8 @@ def test_a_second_server_does_not_keep_chunks_in_the_same_folder(served: Any, tm
         f"nanovllm: error: another server has its chunks in the folder {tmp_path / 'kv' / 'chunks'}: give each server a --chunk-dir of "
         "its own (the pages of --kv-dir may be shared)"
     )
+    forgetful = served("--chunk-dir", str(tmp_path / "kv" / "chunks"))  # it would forget which chunks are in memory
+    assert forgetful.end() == 2 and "another server has its chunks in the folder" in forgetful.errors[-1]
     assert first.post({"name": "kept", "text": "Once upon"}, "/v1/chunks").status == 200
     assert other.get("/v1/chunks/kept") == 404
     first.process.send_signal(signal.SIGTERM)

@@ -147,6 +147,11 @@ def require_own(path: Path, name: str, model: Model, kv_dtype: torch.dtype) -> N
         pass
 
 
+def is_claimed(path: Path) -> bool:
+    """Whether no client has asked for a file, so that its chunk may be made anew."""
+    return os.path.exists(path.with_suffix(OWN))
+
+
 def claim(path: Path) -> bool:
     """Note that a file is made that no client has asked for. Returns False if a client has asked for the one that is there."""
     with suppress(OSError):

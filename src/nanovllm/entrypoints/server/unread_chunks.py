@@ -52,7 +52,7 @@ def hold_marked(held: Held) -> tuple[Held, list[str]]:
         path = saved_chunks.path_of(limits, space, name)
         if isinstance(error, UnknownChunkError):
             saved_chunks.forget(path)
-        elif not isinstance(error, (ChunkLimitError, OutOfPagesError)):  # those lack only room
+        elif not (isinstance(error, (ChunkLimitError, OutOfPagesError)) and saved_chunks.is_claimed(path)):  # such a chunk lacks only room
             refused = refused.set((space, name), Refused(path=path, why=str(error)))
     return replace(held, named=replace(held.named, refused=refused)), problems
 
