@@ -21,7 +21,7 @@ from nanovllm.state.steady import Steady
 # Pages that a step copies ahead. The host begins thousands of such copies per second, and meanwhile the device may wait for the next step.
 MOST = 32  # of a step that runs no prompt; one that does copies two more for each page that it fills
 MOST_IDLE = 1024  # of a step after which no request is left
-ALONE = 4  # one of so many steps in which replies wait for short prompts copies ahead; those fill half of what is kept at most
+ALONE = 4  # one of so many steps in which replies wait for short prompts copies ahead
 
 
 def copied(
@@ -51,6 +51,9 @@ def copied(
 def copied_ahead(before: EngineState, state: EngineState, taken: Taken) -> EngineState:
     """Donates the KV. Copy pages to host memory that are likely to be evicted soon, beside whatever the engine runs next.
 
+    Most steps in which replies wait for short prompts leave this to later ones, because nothing runs on the device beside their end.
+    Prompts are short here if `ALONE` such steps fill at most half of the pages that are free or kept.
+
     Args:
         before: The state before a step.
         state: The state after it.
@@ -61,7 +64,7 @@ def copied_ahead(before: EngineState, state: EngineState, taken: Taken) -> Engin
         return state
     busy, replied = bool(state.running or state.waiting), state.stats.decode_tokens != before.stats.decode_tokens
     few = 0 < num_run <= state.pool.pages.num_pages * config.page_size // (2 * SHARE * ALONE)
-    alone = busy and replied and few  # nothing runs on the device beside the end of such a step
+    alone = busy and replied and few
     if alone and state.num_steps % ALONE:
         return replace(state, pool=replace(state.pool, host=replace(host, behind=True)))
     most = (MOST + 2 * num_run // config.page_size) * (ALONE if alone else 1) if busy else MOST_IDLE

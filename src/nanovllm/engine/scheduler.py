@@ -4,8 +4,7 @@ Requests are served in order of their turns: by rank, which is the priority with
 Each step first runs one token of every decoding sequence (`decode_pages.py`), then fills the rest of its token budget with prompts, in
 pieces (`prompt_pages.py`): first those of running sequences, then those of requests that it admits (`admission.py`). While replies go on,
 prompts have a smaller budget, of which a long prompt leaves a part to a short one (`prompt_room.py`), and pages come out of host memory in
-several steps (`allow_loads`). If the pool is full, the running
-sequence whose turn is last returns to the queue (`preemption.py`).
+several steps (`allow_loads`). If the pool is full, the running sequence whose turn is last returns to the queue (`preemption.py`).
 """
 
 from collections.abc import Mapping

@@ -125,7 +125,7 @@ def unmark(held: Held, space: str, name: str) -> None:
         path = path_of(held.named.limits, space, name)
         with suppress(OSError, ChunkFileError, ChunkMismatchError):
             path.with_suffix(MARK).unlink(missing_ok=True)
-            if path.with_suffix(OWN).exists():
+            if is_claimed(path):
                 require_own(path, name, held.model, held.state.kv.pools[0].dtype)
                 discard(path)
 
@@ -158,7 +158,7 @@ def claim(path: Path) -> bool:
         if not path.exists():
             path.parent.mkdir(mode=0o700, exist_ok=True)
             path.with_suffix(OWN).touch(mode=0o600)
-    return path.with_suffix(OWN).exists()
+    return is_claimed(path)
 
 
 def disclaim(path: Path) -> None:
