@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nanovllm.engine import step as steps
 from nanovllm.engine.init_state import init_state
 from nanovllm.engine.requests import cancel, submit
 from nanovllm.engine.step import step
@@ -74,6 +75,28 @@ def test_a_reply_gets_a_token_in_each_step_that_loads_a_few_pages(per_step):
     assert outputs[rid].token_ids == alone(0) and outputs[going].token_ids == alone(100, LONG, 6)
 
 
+@pytest.mark.parametrize(("per_step", "loaded"), [(PAGES - 1, 0), (PAGES, PAGES)])
+def test_a_prompt_of_more_pages_than_a_step_loads_begins_in_the_step_after_its_look_up(per_step, loaded):
+    state, _ = replying(engine(per_step))
+    state, _ = submit(MODEL, state, prompt(0), GREEDY)
+    before = state.stats.loaded_tokens
+    state, _ = step(MODEL, state)
+    assert (state.stats.loaded_tokens - before) // 4 == loaded
+    state, _ = step(MODEL, state)
+    assert (state.stats.loaded_tokens - before) // 4 == per_step
+
+
+def test_while_others_load_a_new_prompt_does_not_stop_them():
+    state, _ = replying(engine(1))
+    state, _ = submit(MODEL, state, prompt(0), GREEDY)
+    for _ in range(2):
+        state, _ = step(MODEL, state)
+    before = state.stats.loaded_tokens
+    state, _ = submit(MODEL, state, prompt(1), GREEDY)
+    state, _ = step(MODEL, state)
+    assert state.stats.loaded_tokens - before == 4 and sum(s.loading > 0 for s in state.running) == 2
+
+
 def test_a_step_without_replies_loads_all_pages_and_runs():
     state = engine(1)
     state, rid = submit(MODEL, state, prompt(0), GREEDY)
@@ -85,6 +108,7 @@ def test_a_step_without_replies_loads_all_pages_and_runs():
 def test_the_rest_is_loaded_at_once_when_the_last_reply_ends():
     state, going = replying(engine(1))
     state, rid = submit(MODEL, state, prompt(0), GREEDY)
+    state, _ = step(MODEL, state)
     state, _ = step(MODEL, state)
     assert state.running[-1].loading == 20 and state.running[-1].num_filled == 4
     state = cancel(state, going)
@@ -100,6 +124,7 @@ def test_requests_that_load_share_what_a_step_may_load():
     for seed in (0, 1):
         state, rid = submit(MODEL, state, prompt(seed), GREEDY)
         rids.append(rid)
+    state, _ = step(MODEL, state)
     state, _ = step(MODEL, state)
     assert state.stats.loaded_tokens - before == 4 * 2 and state.running[-1].loading == 20 and not state.running[-1].num_filled
     state, outputs = drain(MODEL, state)
@@ -119,11 +144,70 @@ def test_replies_do_not_wait_for_the_copies(monkeypatch):
 
     monkeypatch.setattr(executor, "decode", watched)
     state, rid = submit(MODEL, state, prompt(0), GREEDY)
-    for _ in range(3):
+    for _ in range(4):
         state, _ = step(MODEL, state)
         check(state)
-    assert left[:3] and all(left[:3])
+    assert not left[0] and all(left[1:])
     assert drain(MODEL, state)[1][rid].token_ids == alone(0)
+
+
+def fetched(state: EngineState, monkeypatch) -> list[tuple[str, int]]:
+    """What later calls do in order: plans, and copies of so many host pages into stages, of which each holds two."""
+    memory, done, schedule = runtime_of(state).host, list[tuple[str, int]](), steps.schedule
+    assert memory is not None
+    fetch = memory._fetch
+    monkeypatch.setattr(memory, "_fetch", lambda images, held, stage: done.append(("copy", len(held))) or fetch(images, held, stage))
+    monkeypatch.setattr(steps, "schedule", lambda *given: done.append(("plan", 0)) or schedule(*given))
+    return done
+
+
+def test_an_idle_engine_begins_its_copies_before_it_plans_and_makes_each_once(monkeypatch):
+    state = engine(1, late=True)
+    done = fetched(state, monkeypatch)
+    state, rid = submit(MODEL, state, prompt(0), GREEDY)
+    state, _ = step(MODEL, state)
+    check(state)
+    assert done == [("copy", 2), ("copy", 2), ("plan", 0), ("copy", 1)]
+    assert drain(MODEL, state)[1][rid].token_ids == alone(0)
+
+
+def test_no_copies_begin_for_what_runs_faster_or_beside_replies_or_is_on_the_device(monkeypatch):
+    state = engine(1, late=True)
+    host, done = state.pool.host, fetched(state, monkeypatch)
+    assert host is not None
+    slow = replace(state, pool=replace(state.pool, host=replace(host, rates=replace(host.rates, bytes_per_second=1.0))))
+    slow, _ = submit(MODEL, slow, prompt(0), GREEDY)
+    slow, _ = step(MODEL, slow)
+    slow, _ = drain(MODEL, slow)
+    state, _ = submit(MODEL, slow, prompt(0), GREEDY)  # it has just run
+    state, _ = step(MODEL, state)
+    state, _ = drain(MODEL, state)
+    assert {what for what, _ in done} == {"plan"}
+    state, _ = replying(state)
+    del done[:]
+    state, _ = submit(MODEL, state, prompt(1), GREEDY)
+    state, _ = step(MODEL, state)
+    assert done[0] == ("plan", 0)
+
+
+def test_copies_that_began_for_a_plan_that_failed_are_lost(monkeypatch):
+    state = engine(1, late=True)
+    state, rid = submit(MODEL, state, prompt(0), GREEDY)
+    content, schedule = freeze(state.pool), steps.schedule
+
+    def failing(*given):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(steps, "schedule", failing)
+    with pytest.raises(RuntimeError, match="planted"):
+        step(MODEL, state)
+    monkeypatch.setattr(steps, "schedule", schedule)
+    assert freeze(state.pool) == content
+    check(state)
+    other = prompt(1)
+    state = cancel(state, rid)
+    state, rid = submit(MODEL, state, other, GREEDY)
+    assert drain(MODEL, state)[1][rid].token_ids == alone(1)
 
 
 @pytest.mark.parametrize("before", [1, 2, 4])
@@ -173,7 +257,8 @@ def test_steps_that_run_prompts_load_as_long_as_a_quarter_of_them_takes(per_step
     """
     state, _ = replying(engine(per_step, max_num_batched_tokens=budget))
     state, rid = submit(MODEL, state, prompt(0), GREEDY)
-    state, _ = step(MODEL, state)
+    for _ in range(2):
+        state, _ = step(MODEL, state)
     state, new = submit(MODEL, state, prompt(50), GREEDY)
     loads = list[int]()
     while any(s.loading for s in state.running):

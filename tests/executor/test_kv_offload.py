@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from immutables import Map
 
 from nanovllm.errors import OutOfPagesError
-from nanovllm.executor import kv_offload
+from nanovllm.executor import pinned_memory
 from nanovllm.executor.kv_offload import HostMemory, Landing
 from nanovllm.state.kv_cache import KVState
 from nanovllm.state.offload import Moves
@@ -30,21 +30,26 @@ def random_pages() -> torch.Tensor:
         st.tuples(
             st.lists(st.tuples(st.integers(0, HOST - 1), st.integers(0, PAGES - 1)), max_size=6),
             st.lists(st.tuples(st.integers(0, HOST - 1), st.integers(0, PAGES - 1)), max_size=6, unique_by=lambda pair: pair[1]),
+            st.lists(st.integers(0, HOST - 1), max_size=4, unique=True),
         ),
         max_size=5,
     ),
 )
 def test_every_page_gets_the_bits_that_its_host_page_was_given(stage, late, lands, rounds):
-    """Each round copies out, then in, and then all pages are written, as the next step would do. With `lands`, the last pages come late."""
+    """Each round copies out, then in, and then all pages are written, as the next step would do. With `lands`, the last pages come late.
+
+    Copies of some host pages have begun before, whether the round wants them or not.
+    """
     pool = random_pages()
     memory = HostMemory(KVState(pools=(pool,)), HOST, LateCopies if late else None, stage_bytes=stage * PAGE_BYTES)
     held: dict[int, torch.Tensor] = {}
-    for out, into in rounds:
+    for out, into, early in rounds:
+        begun = memory.begin([at for at in early if at in held][: memory.num_at_once])
         for at, page in dict(out).items():
             held[at] = pool[:, page].clone()
         there = tuple((at, page) for at, page in into if at in held)
         landing = Landing() if lands else None
-        memory.move(KVState(pools=(pool,)), Moves(out=Map(dict(out)), into=there), landing)
+        memory.move(KVState(pools=(pool,)), Moves(out=Map(dict(out)), into=there), landing, begun)
         if landing is not None:
             assert len(landing.left) == min(2, -(-len(there) // stage))
             landing.land()
@@ -144,6 +149,35 @@ def test_frames_with_a_pool_of_their_own_go_through_the_same_stages(stage, late)
     assert torch.equal(memory.images[1][2:6], before[1].transpose(0, 1)) and memory.num_pages == HOST
 
 
+@pytest.mark.parametrize(("into", "out", "again"), [
+    (((4, 0), (6, 2), (5, 1)), {}, [[6]]),  # what has begun is not copied again
+    (((4, 0), (6, 2)), {}, [[4], [6]]),  # host page 5 is not wanted any more
+    (((4, 0), (5, 1)), {5: 3}, [[4], [5]]),  # it has another content
+    (((4, 0), (5, 1), (4, 2)), {}, [[4], [4], [5]]),  # two pages want it
+    (((4, 0), (5, 1)), {0: 4, 1: 5, 2: 0}, [[4], [5]]),  # page 0 waits for a stage
+])  # fmt: skip
+def test_copies_that_have_begun_are_used_if_they_fit(into, out, again, monkeypatch):
+    pool, copied = random_pages(), list[list[int]]()
+    kv, memory = KVState(pools=(pool,)), HostMemory(KVState(pools=(pool,)), HOST, LateCopies, stage_bytes=PAGE_BYTES)
+    memory.move(kv, Moves(out=Map({4 + at: at for at in range(4)})))
+    begun, before = memory.begin([5, 4]), pool.clone()
+    fetch = memory._fetch
+    monkeypatch.setattr(memory, "_fetch", lambda memory, held, stage: copied.append([*held]) or fetch(memory, held, stage))
+    memory.move(kv, Moves(out=Map(out), into=into), begun=begun)
+    assert sorted(copied) == again
+    for at, page in into:
+        assert torch.equal(pool[:, page], before[:, out[at] if at in out else at - 4])
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_copies_begin_after_those_that_write_their_host_pages(ahead):
+    pool = random_pages()
+    kv, memory = KVState(pools=(pool,)), HostMemory(KVState(pools=(pool,)), HOST, LateCopies, stage_bytes=PAGE_BYTES)
+    (memory.move_ahead if ahead else memory.move)(kv, Moves(out=Map({4: 0})))
+    memory.move(kv, Moves(into=((4, 1),)), begun=memory.begin([4]))
+    assert torch.equal(pool[:, 1], pool[:, 0])
+
+
 def test_neighbouring_host_pages_are_one_copy(monkeypatch):
     pool, copies = random_pages(), []
     memory = HostMemory(KVState(pools=(pool,)), HOST)
@@ -158,6 +192,6 @@ def test_a_machine_without_the_memory_refuses(monkeypatch):
         raise MemoryError
 
     pool = random_pages()
-    monkeypatch.setattr(kv_offload.np, "empty", none)
+    monkeypatch.setattr(pinned_memory.np, "empty", none)
     with pytest.raises(OutOfPagesError, match="host_kv_gib needs"):
         HostMemory(KVState(pools=(pool,)), HOST)

@@ -441,6 +441,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "engine/scheduler.py",
         ("tests/engine/test_loading.py",),
         ("a request runs while it loads", "if s.todo > 1 and not s.loading]", "if s.todo > 1]"),
+        ("a long prompt loads in the step that looks it up", "loading or owed_pages(draft) <= (draft.load_room or 0)", "True"),
+        ("a new prompt stops the loads of others", "if loading or owed_pages(draft)", "if owed_pages(draft)"),
         ("prompts do not shorten loads", "loaded_beside(sum(prefill.values()))", "loaded_beside(0)"),
     ),
     *bugs(
@@ -452,6 +454,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "engine/host_copies.py",
         ("tests/engine/test_loading.py",),
         ("replies wait for pages that are copied in", "    return not any(np.isin(", "    return False and not any(np.isin("),
+        ("copies begin beside replies", "host is None or state.running or", "host is None or"),
+        (
+            "copies begin of what runs faster",
+            " if offload.worth_loading(num_tokens, len(held)",
+            " if held or offload.worth_loading(num_tokens, len(held)",
+        ),
     ),
     *bugs(
         "engine/host_pages.py",
@@ -487,6 +495,13 @@ MUTANTS: tuple[Mutant, ...] = (
             "            pass\n",
         ),
         ("a page is written before it was gathered", "max(gathered.get(page, 0) for _, page in part)", "0"),
+        ("what has begun is used after it has changed", "at not in to or at in out or ", "at not in to or "),
+        ("a begun copy waits for copies out", "gathered.get(to[at], 0) > size * len(self._out)", "False"),
+        (
+            "copies begin before the host page is written",
+            "        self._inward.hold(self._outward.mark())\n        self._hold_for_ahead(self._inward, held)\n",
+            "        self._hold_for_ahead(self._inward, held)\n",
+        ),
         ("a plan reads before it writes", "fresh = any(at in moved_out for at, _ in part)", "fresh = False"),
         ("only single host pages are copied", "if stop < len(held) and held[stop] == held[stop - 1] + 1:", "if stop < len(held):"),
         (

@@ -8,8 +8,9 @@ import numpy as np
 from nanovllm.engine.draft import id_of
 from nanovllm.engine.plan import Plan
 from nanovllm.executor.executor import runtime_of
-from nanovllm.executor.kv_offload import Landing
+from nanovllm.executor.kv_offload import Begun, Landing
 from nanovllm.state import offload
+from nanovllm.state import pool as pools
 from nanovllm.state.disk_pages import lasting
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.kept_ahead import SHARE, keep_ahead
@@ -24,9 +25,29 @@ MOST_IDLE = 1024  # of a step after which no request is left
 ALONE = 4  # one of so many steps in which replies wait for short prompts copies ahead
 
 
+def begun(state: EngineState) -> Begun | None:
+    """Begin to copy the first pages of the next request of an engine that runs none, so that the bus does not wait for the plan.
+
+    Returns:
+        The copies, for `copied`. None if the plan will hardly load these pages: they are not in host memory, or running them is faster.
+    """
+    memory, pool, host = runtime_of(state).host, state.pool, state.pool.host
+    if memory is None or host is None or state.running or not len(host.by_key) or pool.frames is not None:
+        return None
+    first, size = state.waiting.first(), state.config.page_size
+    if first is None or (host.disk is not None and host.disk.reading):  # it may wait for these reads
+        return None
+    tokens, namespace = first.tokens.array(), first.request.namespace
+    matched, _ = pools.reusable(pool, tokens, whole=first.request.keep, namespace=namespace)
+    start = max(len(matched), first.num_filled // size)
+    held = offload.find(host, tokens, start, size, namespace, most=memory.num_at_once)
+    num_tokens = min((start + len(held)) * size, len(tokens) - 1) - max(start * size, first.num_filled)
+    return memory.begin(held) if offload.worth_loading(num_tokens, len(held) * host.page_bytes, host.rates) else None
+
+
 def copied(
     state: EngineState, moves: Moves | None, taken: Taken, host: HostPages | None, pages: Seq[int], frames: Seq[int],
-    landing: Landing | None = None,
+    landing: Landing | None = None, early: Begun | None = None,
 ) -> EngineState:  # fmt: skip
     """Donates the KV. Make the copies of a plan, and count them. What can be found in host memory then is written to the disk later.
 
@@ -38,11 +59,12 @@ def copied(
         pages: The pages that may be written afterwards.
         frames: The frames that may be.
         landing: Gets pages that are copied in, to be scattered later; see `HostMemory.move`.
+        early: Copies that have begun already.
     """
     if (memory := runtime_of(state).host) is None:
         return state
     if moves:
-        state = _made(state, moves, taken, host, landing=landing)
+        state = _made(state, moves, taken, host, landing=landing, early=early)
     alone = state.pool.frames is not None and state.pool.frames.alone
     memory.let_write(*((frames,) if alone else (pages, frames)))
     return state
@@ -94,15 +116,16 @@ def may_land_late(state: EngineState, plan: Plan) -> bool:
 
 
 def _made(
-    state: EngineState, moves: Moves, taken: Taken, host: HostPages | None, *, ahead: bool = False, landing: Landing | None = None
-) -> EngineState:
+    state: EngineState, moves: Moves, taken: Taken, host: HostPages | None, *, ahead: bool = False, landing: Landing | None = None,
+    early: Begun | None = None,
+) -> EngineState:  # fmt: skip
     taken.host_pages.extend(moves.out)  # a bare page whose frame is written stays what it was before: without its frame
     memory, disk = runtime_of(state).host, runtime_of(state).disk
     assert memory is not None and host is not None
     written = {*moves.out, *moves.frames_out}
     if disk is not None:
         disk.overwriting(written)
-    kv = memory.move_ahead(state.kv, moves) if ahead else memory.move(state.kv, moves, landing)
+    kv = memory.move_ahead(state.kv, moves) if ahead else memory.move(state.kv, moves, landing, early)
     if disk is not None:
         disk.keep(lasting(host, written))
     size, into = state.config.page_size, len(moves.reads)

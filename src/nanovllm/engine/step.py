@@ -18,7 +18,7 @@ from nanovllm.engine.constrained import Constrained, constrained
 from nanovllm.engine.disk_pages import look_ahead
 from nanovllm.engine.donation import commit_state, enter_with, guarded
 from nanovllm.engine.failures import Attempt, draw, ended, last_output, out_of_pages, outside, recovered, relaxed, step_limits, unsearchable
-from nanovllm.engine.host_copies import copied, copied_ahead, may_land_late
+from nanovllm.engine.host_copies import begun, copied, copied_ahead, may_land_late
 from nanovllm.engine.mirrored import mirrored, require_alike
 from nanovllm.engine.output import counted, finish_reason, row_scores, scan_steady
 from nanovllm.engine.plan import Plan
@@ -110,13 +110,13 @@ def _attempted(model: Model, state: EngineState, taken: Taken, attempt: Attempt)
     if isinstance(running := state.running, Steady) and running.holds(state.pool, state.waiting):
         loaded, decoded, ends = _decode(model, state, running.ids, running, state.kv, state.pool)
         return _settle_steady(model, state, running, loaded, decoded, ends)
-    limits = step_limits(state)
+    early, limits = begun(state), step_limits(state)
     plan = schedule(state.pool, tuple(state.running), state.waiting, limits, *_progress(state))
     attempt.plan = plan
     taken.pages.extend(plan.allocated)
     taken.frames.extend(plan.frames)
     landing = Landing() if may_land_late(state, plan) else None
-    state = copied(state, plan.moves, taken, plan.pool.host, plan.allocated, plan.frames, landing)
+    state = copied(state, plan.moves, taken, plan.pool.host, plan.allocated, plan.frames, landing, early)
     kv = copy_pages(state.kv, plan.copies, plan.frame_copies)
     # A carry is valid only for the step after its own. After a step without its rows it is stale, even if the same rows return.
     prefilled, loaded, decoded, ends = None, None, None, dict[int, Exception | None]()

@@ -14,6 +14,10 @@ class Copies(Protocol):
         """Add a copy to the stream."""
         ...
 
+    def note_use(self, memory: torch.Tensor) -> None:
+        """Note that copies use this memory of the device: nothing else gets it before they have ended, even if it is freed meanwhile."""
+        ...
+
     def mark(self) -> Any:
         """The point after all copies so far."""
         ...
@@ -50,6 +54,9 @@ class CopiesAtOnce:
         """Copy."""
         copy()
 
+    def note_use(self, memory: torch.Tensor) -> None:
+        """Nothing is used later."""
+
     def mark(self) -> None:
         """Nothing to wait for."""
 
@@ -83,6 +90,10 @@ class CopyStream:
         """Add a copy to the stream."""
         with torch.cuda.stream(self._stream):
             copy()
+
+    def note_use(self, memory: torch.Tensor) -> None:
+        """Note that copies use this memory of the device: nothing else gets it before they have ended, even if it is freed meanwhile."""
+        memory.record_stream(self._stream)
 
     def mark(self) -> Any:
         """The point after all copies so far."""

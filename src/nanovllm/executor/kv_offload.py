@@ -12,6 +12,7 @@ order the three streams:
 - A page that is copied out and in is gathered before it is scattered. The copies in are sorted so that they begin while others go out.
 
 Pages that a step copies in but does not read may be scattered after its work (`Landing`): then nothing in it waits for their copies.
+Copies in may begin before a step is planned (`Begun`): the plan then says which pages get what the stages have.
 
 Copies *ahead* of an eviction have a third stream, which gathers, too, so that nothing waits for them. A page is written only after it was
 gathered there (`let_write`), and a host page is read or written again only after the copy that writes it.
@@ -22,19 +23,17 @@ On a CPU all of this is done at once, without streams.
 """
 
 import math
-import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from immutables import Map
 
-from nanovllm.errors import OutOfPagesError
 from nanovllm.executor.copy_streams import Copies, CopiesAtOnce, CopyStream
+from nanovllm.executor.pinned_memory import pinned_memory
 from nanovllm.ops.kv_cache.fp8 import as_bytes
 from nanovllm.ops.kv_cache.page_images import gather_pages, scatter_pages
 from nanovllm.state.kv_cache import KVState
@@ -76,6 +75,17 @@ class Landing:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Begun:
+    """Host pages whose copies into stages have begun before it is known which pages of the device get them.
+
+    Attributes:
+        parts: For each stage the host pages, in order, and the mark after their copies.
+    """
+
+    parts: tuple[tuple[tuple[int, ...], Any], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Ahead:
     """Some copies of one pool that are made ahead.
 
@@ -114,7 +124,7 @@ class HostMemory:
         device, dtype = kv.pools[0].device, kv.pools[0].dtype
         shapes = [(pool.shape[0], *pool.shape[2:]) for pool in kv.pools]
         sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
-        memory, starts = _memory(num_pages * sum(sizes), device, num_pages), [num_pages * sum(sizes[:at]) for at in range(len(sizes))]
+        memory, starts = pinned_memory(num_pages * sum(sizes), device, num_pages), [num_pages * sum(sizes[:at]) for at in range(len(sizes))]
         self.images = tuple(
             memory[start : start + num_pages * size].view(dtype).view(num_pages, *shape)
             for start, size, shape in zip(starts, sizes, shapes, strict=True)
@@ -126,9 +136,34 @@ class HostMemory:
         stage = max(count * size for count, size in zip(self._staged, sizes, strict=True))
         stages = [Stage(torch.empty(stage, dtype=torch.uint8, device=device)) for _ in range(NUM_STAGES)]
         self._out, self._into, (self._stage_aside,) = stages[:2], stages[2:4], stages[4:]
+        for each in self._into:
+            self._inward.note_use(each.memory)
         self._ids_aside = torch.empty(max(self._staged), dtype=torch.int32, device=device)  # so that copies ahead need no memory
 
-    def move(self, kv: KVState, moves: Moves, landing: Landing | None = None) -> KVState:
+    @property
+    def num_at_once(self) -> int:
+        """The host pages that `begin` can copy."""
+        return self._staged[0] * len(self._into)
+
+    def begin(self, held: Seq[int]) -> Begun:
+        """Begin to copy host pages of a model without windows into stages.
+
+        Args:
+            held: The host pages, at most `num_at_once`. They have the KV that is wanted.
+
+        Returns:
+            What the next `move` may be given. Without it the copies are lost, and nothing else is.
+        """
+        self._forget_ended()
+        self._inward.hold(self._outward.mark())
+        self._hold_for_ahead(self._inward, held)
+        parts, size = list[tuple[tuple[int, ...], Any]](), self._staged[0]
+        for stage, start in zip(self._into, range(0, len(held), size), strict=False):
+            part = sorted(held[start : start + size])
+            parts.append((tuple(part), self._fetch(self.images[0], part, stage)))
+        return Begun(tuple(parts))
+
+    def move(self, kv: KVState, moves: Moves, landing: Landing | None = None, begun: Begun | None = None) -> KVState:
         """Donates `kv`. Copy pages out and in, on the engine's stream and the streams of copies. The host waits for nothing.
 
         Args:
@@ -136,6 +171,7 @@ class HostMemory:
             moves: The copies.
             landing: Gets the last pages that are copied in, as many as the stages hold. They are there after `Landing.land`, which must
                 come before anything else reads or writes them, and before the next copies. None: all pages are there.
+            begun: Copies of this call that have begun already. They are made again if they do not fit to the others.
 
         Returns:
             The KV memory, in which pages that were copied out may be written from now on.
@@ -148,7 +184,7 @@ class HostMemory:
         self._hold_for_ahead(self._inward, dict(moves.into), dict(moves.frames_into))
         copies = (moves.out, moves.into), (moves.frames_out, moves.frames_into)
         for place, (pool, (out, into)) in enumerate(zip(kv.pools, copies, strict=False)):
-            self._move(place, pool, out, into, landed := Landing())
+            self._move(place, pool, out, into, landed := Landing(), None if place else begun)
             if landing is None or place:  # pools share the stages
                 landed.land()
             else:
@@ -237,15 +273,16 @@ class HostMemory:
         while self._ahead and self._aside.passed(self._ahead[0].ended):
             self._ahead.popleft()
 
-    def _move(self, place: int, pool: Tensor, moved_out: Map[int, int], moved_in: Seq[Pair], landing: Landing) -> None:
+    def _move(self, place: int, pool: Tensor, moved_out: Map[int, int], moved_in: Seq[Pair], landing: Landing, begun: Begun | None) -> None:
         """Copy pages of one KV pool, which has this place among all. `landing` gets the last of those that are copied in."""
         out, stored, size = sorted(moved_out.items()), 0, self._staged[place]  # by host page: neighbours are copied at once
         gathered = {page: count + 1 for count, (_, page) in enumerate(out)}  # how many pages are gathered before a page may be written
         ahead, memory = self._gathers(place), self.images[place]
+        fetched, into = self._usable(begun, moved_out, moved_in, gathered, size)
         # First those that need the fewest stages to be gathered before, and of these, neighbours in host memory together.
-        into = sorted(moved_in, key=lambda pair: (-(-gathered.get(pair[1], 0) // size), ahead.get(pair[1], -1), pair[0]))
-        for turn, start in enumerate(range(0, len(into), size)):
-            part = into[start : start + size]
+        into.sort(key=lambda pair: (-(-gathered.get(pair[1], 0) // size), ahead.get(pair[1], -1), pair[0]))
+        parts = [*(part for part, _ in fetched), *(into[start : start + size] for start in range(0, len(into), size))]
+        for turn, part in enumerate(parts):
             fresh = any(at in moved_out for at, _ in part)  # this plan writes what it reads
             wanted = len(out) if fresh else max(gathered.get(page, 0) for _, page in part)
             stored = self._store_until(pool, memory, out, stored, wanted, size)
@@ -254,8 +291,27 @@ class HostMemory:
             self._let_write([page for _, page in part], ahead)
             if len(landing.left) == len(self._into):
                 landing.left.popleft()()
-            landing.left.append(self._load(pool, memory, part, self._into[turn % len(self._into)]))
+            stage = self._into[turn % len(self._into)]
+            copied = fetched[turn][1] if turn < len(fetched) else self._fetch(memory, [at for at, _ in part], stage)
+            landing.left.append(self._landing(pool, part, stage, memory, copied))
         self._store_until(pool, memory, out, stored, len(out), size)
+
+    def _usable(
+        self, begun: Begun | None, out: Map[int, int], into: Seq[Pair], gathered: Mapping[int, int], size: int
+    ) -> tuple[list[tuple[list[Pair], Any]], list[Pair]]:
+        """The copies that have begun, as (pairs, mark) for each stage, and the other pairs.
+
+        None of them is used if a page gets no copy, or if the plan writes a host page. The same holds if their pages are gathered so late
+        that they would wait for copies out.
+        """
+        to = dict(into)
+        if begun is None or len(to) != len(into):
+            return [], list(into)
+        held = [at for part, _ in begun.parts for at in part]
+        if any(at not in to or at in out or gathered.get(to[at], 0) > size * len(self._out) for at in held):
+            return [], list(into)
+        fetched = [([(at, to.pop(at)) for at in part], copied) for part, copied in begun.parts]
+        return fetched, list(to.items())
 
     def _store_until(self, pool: Tensor, memory: Tensor, out: Seq[Pair], stored: int, count: int, size: int) -> int:
         """Copy pages out, `size` at a time, until at least `count` are. Returns how many are; `stored` are already."""
@@ -275,13 +331,17 @@ class HostMemory:
         copies.run(lambda: _copy(images, memory, held, out=True))
         stage.free = copies.mark()
 
-    def _load(self, pool: Tensor, memory: Tensor, pairs: Seq[Pair], stage: Stage) -> Callable[[], None]:
-        """Copy host pages into a stage; `pairs` are (host page, page). Returns what scatters them."""
-        held, images, copies = [at for at, _ in pairs], stage.images(memory, len(pairs)), self._inward
+    def _fetch(self, memory: Tensor, held: Seq[int], stage: Stage) -> Any:
+        """Copy host pages into a stage. Returns the mark after that."""
+        images, copies = stage.images(memory, len(held)), self._inward
         if stage.free is not None:
             copies.hold(stage.free)
         copies.run(lambda: _copy(images, memory, held, out=False))
-        copied = copies.mark()
+        return copies.mark()
+
+    def _landing(self, pool: Tensor, pairs: Seq[Pair], stage: Stage, memory: Tensor, copied: Any) -> Callable[[], None]:
+        """What scatters the pages in a stage after the mark `copied`; `pairs` are (host page, page)."""
+        images, copies = stage.images(memory, len(pairs)), self._inward
 
         def land() -> None:
             copies.hold_engine(copied)
@@ -307,29 +367,3 @@ def _ids(pages: Seq[int], device: torch.device, into: Tensor | None = None) -> T
     ids = torch.tensor(pages, dtype=torch.int32)
     ids = ids.pin_memory() if device.type == "cuda" else ids
     return ids.to(device, non_blocking=True) if into is None else into[: len(pages)].copy_(ids, non_blocking=True)
-
-
-def _memory(num_bytes: int, device: torch.device, num_pages: int) -> Tensor:
-    """Host memory that a GPU copies from and to without a detour; on a CPU plain memory."""
-    short = (
-        f"host_kv_gib needs {num_bytes / 2**30:.1f} GiB of host memory for {num_pages} pages, which this machine does not give: lower it"
-    )
-    try:
-        memory = np.empty(num_bytes, np.uint8)
-    except (MemoryError, ValueError) as error:  # ValueError: the size exceeds the address space
-        raise OutOfPagesError(short) from error
-    if device.type == "cuda":
-        # not by torch's own allocator of pinned memory, which rounds up to a power of two
-        runtime: Any = torch.cuda.cudart()
-        with torch.cuda.device(device):
-            if runtime.cudaHostRegister(memory.ctypes.data, num_bytes, 0) != runtime.cudaError.success:
-                raise OutOfPagesError(short)
-        weakref.finalize(memory, _unpinned, memory.ctypes.data, device).atexit = False  # the driver does it at the end of the process
-    return torch.from_numpy(memory)
-
-
-def _unpinned(start: int, device: torch.device) -> None:
-    """Let go of memory that a GPU could copy from and to, once no copy can go on."""
-    torch.cuda.synchronize(device)
-    runtime: Any = torch.cuda.cudart()
-    runtime.cudaHostUnregister(start)

@@ -26,11 +26,12 @@ def keys_from(tokens: np.ndarray, start: int, page_size: int, namespace: int = 0
         page_size: Tokens per page.
         namespace: The namespace of the sequence.
     """
-    hashed = _hash_of(namespace)
+    hashed, page = _hash_of(namespace), page_size * tokens.itemsize
     hashed.update(tokens[: start * page_size].tobytes())
-    for at in range(start * page_size, len(tokens) - page_size + 1, page_size):
-        hashed.update(tokens[at : at + page_size].tobytes())
-        yield hashed.digest()
+    after, update, digest = tokens[start * page_size :].tobytes(), hashed.update, hashed.digest
+    for at in range(0, len(after) - page + 1, page):
+        update(after[at : at + page])
+        yield digest()
 
 
 def key_of(tokens: np.ndarray, namespace: int = 0) -> bytes:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.executor.kv_offload import HostMemory, Landing
+from nanovllm.executor.kv_offload import Begun, HostMemory, Landing
 from nanovllm.state.kv_cache import KVState
 from nanovllm.state.offload import Moves
 from nanovllm.testing.shadows.worlds import FlakyExecutor
@@ -24,6 +24,9 @@ class LateCopies:
     def run(self, copy: Callable[[], None]) -> None:
         """Remember a copy."""
         self._left.append(copy)
+
+    def note_use(self, memory: torch.Tensor) -> None:
+        """A stage is never freed before its copies."""
 
     def mark(self) -> Any:
         """This stream, and the number of its copies so far."""
@@ -64,9 +67,9 @@ class FlakyHostMemory(HostMemory):
         super().__init__(kv, num_pages, LateCopies, stage_bytes=1)  # a stage has one page
         self._executor = executor
 
-    def move(self, kv: KVState, moves: Moves, landing: Landing | None = None) -> KVState:
+    def move(self, kv: KVState, moves: Moves, landing: Landing | None = None, begun: Begun | None = None) -> KVState:
         """Copy pages out, then in, or raise `PlantedError`."""
-        return self._executor._run(lambda: super(FlakyHostMemory, self).move(kv, moves, landing))
+        return self._executor._run(lambda: super(FlakyHostMemory, self).move(kv, moves, landing, begun))
 
     def move_ahead(self, kv: KVState, moves: Moves) -> KVState:
         """Copy pages ahead, or raise `PlantedError`. These copies take no memory of the device, so they never run out of it."""
