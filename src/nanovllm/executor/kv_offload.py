@@ -184,6 +184,8 @@ class HostMemory:
         self._hold_for_ahead(self._inward, dict(moves.into), dict(moves.frames_into))
         copies = (moves.out, moves.into), (moves.frames_out, moves.frames_into)
         for place, (pool, (out, into)) in enumerate(zip(kv.pools, copies, strict=False)):
+            if not (out or into):
+                continue
             self._move(place, pool, out, into, landed := Landing(), None if place else begun)
             if landing is None or place:  # pools share the stages
                 landed.land()
@@ -282,10 +284,13 @@ class HostMemory:
         # First those that need the fewest stages to be gathered before, and of these, neighbours in host memory together.
         into.sort(key=lambda pair: (-(-gathered.get(pair[1], 0) // size), ahead.get(pair[1], -1), pair[0]))
         parts = [*(part for part, _ in fetched), *(into[start : start + size] for start in range(0, len(into), size))]
+        # Uploaded at once, and before the copies: each later upload would wait for a copy, and a stage for it.
+        ids = _ids([page for part in (out, *parts) for _, page in part], pool.device)
+        ids_out, ids_in = ids[: len(out)], ids[len(out) :].split([len(part) for part in parts])
         for turn, part in enumerate(parts):
             fresh = any(at in moved_out for at, _ in part)  # this plan writes what it reads
             wanted = len(out) if fresh else max(gathered.get(page, 0) for _, page in part)
-            stored = self._store_until(pool, memory, out, stored, wanted, size)
+            stored = self._store_until(pool, memory, out, ids_out, stored, wanted, size)
             if fresh:
                 self._inward.hold(self._outward.mark())
             self._let_write([page for _, page in part], ahead)
@@ -293,8 +298,8 @@ class HostMemory:
                 landing.left.popleft()()
             stage = self._into[turn % len(self._into)]
             copied = fetched[turn][1] if turn < len(fetched) else self._fetch(memory, [at for at, _ in part], stage)
-            landing.left.append(self._landing(pool, part, stage, memory, copied))
-        self._store_until(pool, memory, out, stored, len(out), size)
+            landing.left.append(self._landing(pool, ids_in[turn], stage, memory, copied))
+        self._store_until(pool, memory, out, ids_out, stored, len(out), size)
 
     def _usable(
         self, begun: Begun | None, out: Map[int, int], into: Seq[Pair], gathered: Mapping[int, int], size: int
@@ -313,20 +318,20 @@ class HostMemory:
         fetched = [([(at, to.pop(at)) for at in part], copied) for part, copied in begun.parts]
         return fetched, list(to.items())
 
-    def _store_until(self, pool: Tensor, memory: Tensor, out: Seq[Pair], stored: int, count: int, size: int) -> int:
+    def _store_until(self, pool: Tensor, memory: Tensor, out: Seq[Pair], ids: Tensor, stored: int, count: int, size: int) -> int:
         """Copy pages out, `size` at a time, until at least `count` are. Returns how many are; `stored` are already."""
         while stored < count:
             stage = self._out[stored // size % len(self._out)]
-            self._store(pool, memory, out[stored : stored + size], stage)
+            self._store(pool, memory, [at for at, _ in out[stored : stored + size]], ids[stored : stored + size], stage)
             stored += size
         return stored
 
-    def _store(self, pool: Tensor, memory: Tensor, pairs: Seq[Pair], stage: Stage) -> None:
-        """Copy pages out; `pairs` are (host page, page)."""
-        held, images, copies = [at for at, _ in pairs], stage.images(memory, len(pairs)), self._outward
+    def _store(self, pool: Tensor, memory: Tensor, held: Seq[int], ids: Tensor, stage: Stage) -> None:
+        """Copy pages out to host pages; `ids` are the pages, on the device."""
+        images, copies = stage.images(memory, len(held)), self._outward
         if stage.free is not None:
             copies.hold_engine(stage.free)
-        gather_pages(pool, _ids([page for _, page in pairs], pool.device), images)
+        gather_pages(pool, ids, images)
         copies.hold(copies.engine_mark())
         copies.run(lambda: _copy(images, memory, held, out=True))
         stage.free = copies.mark()
@@ -339,13 +344,13 @@ class HostMemory:
         copies.run(lambda: _copy(images, memory, held, out=False))
         return copies.mark()
 
-    def _landing(self, pool: Tensor, pairs: Seq[Pair], stage: Stage, memory: Tensor, copied: Any) -> Callable[[], None]:
-        """What scatters the pages in a stage after the mark `copied`; `pairs` are (host page, page)."""
-        images, copies = stage.images(memory, len(pairs)), self._inward
+    def _landing(self, pool: Tensor, ids: Tensor, stage: Stage, memory: Tensor, copied: Any) -> Callable[[], None]:
+        """What scatters the pages in a stage after the mark `copied`; `ids` are the pages, on the device."""
+        images, copies = stage.images(memory, len(ids)), self._inward
 
         def land() -> None:
             copies.hold_engine(copied)
-            scatter_pages(pool, _ids([page for _, page in pairs], pool.device), images)
+            scatter_pages(pool, ids, images)
             stage.free = copies.engine_mark()
 
         return land
