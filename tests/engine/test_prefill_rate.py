@@ -10,12 +10,14 @@ import nanovllm as nv
 from nanovllm.engine import prefill_rate
 from nanovllm.engine import step as step_module
 from nanovllm.errors import InvalidRequestError
+from nanovllm.state.engine_state import EngineState
+from nanovllm.state.offload import Rates
 from nanovllm.testing.models import random_model, tiny_config
 
 MODEL = random_model(tiny_config(vocab_size=50, max_position_embeddings=32768))
 
 
-def engine(**limits):
+def engine(**limits) -> EngineState:
     return nv.init_state(MODEL, **{"num_pages": 4096, "max_num_batched_tokens": 16896, **limits})
 
 
@@ -43,6 +45,36 @@ def test_the_bound_fits_the_time(clock, max_step_ms, tokens):
     assert clock[-2:] == [(0, most), (8192, most)] and 5 + 0.021 * most >= max_step_ms - 5 - 1e-9
     took = 5 + 0.028 * most  # what does not grow with the context counts as if it did: the bound is a little lower for short pieces
     assert limits.context_doubling == math.ceil(20_000 * took / (took - 5))
+
+
+def test_host_memory_knows_what_context_costs(clock):
+    rates = rates_of(engine(host_kv_gib=1 / 1024, num_pages=256))
+    count = clock[0][1]
+    assert clock[:2] == [(0, count), (4 * count, count)]
+    took = 5 + 0.021 * count
+    assert rates.tokens_per_second == pytest.approx(1e3 * count / took)
+    assert rates.context_doubling == math.ceil(4 * count * took / (0.021 * count * 4 * count / 20_000))
+
+
+@pytest.mark.parametrize("fits", [0, 1])
+def test_host_memory_goes_without_what_the_device_has_no_memory_for(fits, monkeypatch):
+    """Neither the measured prompt fits, or only the one without context."""
+    left = [fits]
+
+    def milliseconds(model, executor, kv, pool, context, count, seconds=0.0):
+        left[0] -= 1
+        if left[0] < 0 and count > 1:
+            raise torch.OutOfMemoryError
+        return 10.0, kv
+
+    monkeypatch.setattr(prefill_rate, "_milliseconds", milliseconds)
+    rates = rates_of(engine(host_kv_gib=1 / 1024, num_pages=64))
+    assert rates.context_doubling == math.inf and (rates.tokens_per_second == 1.0) == (not fits)
+
+
+def rates_of(state: EngineState) -> Rates:
+    assert state.pool.host is not None
+    return state.pool.host.rates
 
 
 def test_a_steady_time_is_the_median_of_the_second_half(monkeypatch):

@@ -194,7 +194,9 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         ("what was read is replaced first", "once = _array(dict.fromkeys(held[::-1].tolist()))", "once = _array(())"),
         ("lost host pages are found", "[at for at in lost if at in host.key_of]", "[]"),
-        ("copies that take longer are made", "< num_tokens / rates.tokens_per_second", "< 2 * num_tokens / rates.tokens_per_second"),
+        ("context costs nothing", "(1 + (start + stop) / 2 / self.context_doubling)", "1"),
+        ("the first tokens have the context of the last", "(start + stop) / 2 /", "stop /"),
+        ("copies that take longer are made", "< rates.running(", "< 2 * rates.running("),
     ),
     *bugs(
         "state/moved_chunks.py",
@@ -231,6 +233,15 @@ MUTANTS: tuple[Mutant, ...] = (
         "executor/kv_disk.py",
         ("tests/engine/test_disk_chunks.py",),
         ("reads of failed calls go on", "any(at in self._under_way for at in pages)", "False"),
+    ),
+    *bugs(
+        "state/disk_pages.py",
+        ("tests/state/test_split_reads.py",),
+        (
+            "pages run as if they came first",
+            "rates.running(start * page_size, (start + count) * page_size)",
+            "rates.running(0, count * page_size)",
+        ),
     ),
     *bugs(
         "state/disk_pages.py",
@@ -428,7 +439,11 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/engine/test_host_memory.py",),
         ("namespaces share host memory", "find(host, tokens, held, size, namespace, ", "find(host, tokens, held, size, 0, "),
         ("last pages are not found", "if last is not None and", "if False and"),
-        ("the rates do not matter", "not (until or offload.worth_loading(num_tokens, num_bytes, host.rates))", "False"),
+        (
+            "the rates do not matter",
+            "not (until or offload.worth_loading(num_tokens, num_bytes, host.rates, sequence.num_filled))",
+            "False",
+        ),
     ),
     *bugs(
         "engine/host_pages.py",

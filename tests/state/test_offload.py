@@ -1,6 +1,7 @@
 """Which host pages are kept, found, replaced and lost; and when a copy is worth it."""
 
 from collections import OrderedDict
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -39,12 +40,22 @@ def test_a_copy_is_worth_it_if_it_takes_less_time_than_the_tokens():
     assert not worth_loading(0, 0, RATES)
 
 
-@given(st.integers(0, 10**6), st.integers(0, 10**9), st.floats(1, 1e7), st.floats(1, 1e12))
-def test_fewer_bytes_or_more_tokens_never_make_a_copy_less_worth(num_tokens, num_bytes, tokens, size):
-    rates = Rates(tokens_per_second=tokens, bytes_per_second=size)
-    if worth_loading(num_tokens, num_bytes, rates):
-        assert worth_loading(num_tokens + 1, num_bytes, rates)
-        assert worth_loading(num_tokens, num_bytes // 2, rates)
+def test_tokens_with_context_take_longer_and_are_sooner_worth_a_copy():
+    rates = replace(RATES, context_doubling=500.0)
+    assert RATES.running(0, 1000) == RATES.running(1000, 2000) == 1.0
+    assert rates.running(0, 1000) == pytest.approx(2.0)  # on average a token has a context of 500 tokens
+    assert rates.running(0, 400) + rates.running(400, 1000) == pytest.approx(2.0)
+    assert worth_loading(100, 100_000, rates, start=50) and not worth_loading(100, 100_000, RATES, start=50)
+    assert not worth_loading(100, 150_000, rates) and worth_loading(100, 150_000, rates, start=1000)
+
+
+@given(st.integers(0, 10**6), st.integers(0, 10**9), st.floats(1, 1e7), st.floats(1, 1e12), st.floats(1, 1e9), st.integers(0, 10**6))
+def test_fewer_bytes_or_more_tokens_or_more_context_never_make_a_copy_less_worth(num_tokens, num_bytes, tokens, size, doubling, start):
+    rates = Rates(tokens_per_second=tokens, bytes_per_second=size, context_doubling=doubling)
+    if worth_loading(num_tokens, num_bytes, rates, start):
+        assert worth_loading(num_tokens + 1, num_bytes, rates, start)
+        assert worth_loading(num_tokens, num_bytes // 2, rates, start)
+        assert worth_loading(num_tokens, num_bytes, rates, start + 1)
 
 
 def test_without_a_plan_nothing_is_kept():

@@ -76,6 +76,16 @@ def test_the_last_pages_are_reserved_and_nobody_waits() -> None:
     assert (wait.start, wait.stop) == (7, 11) and wait.pages == tuple(at for at, _ in pairs)
 
 
+@pytest.mark.parametrize(("place", "ran"), [(0, 4), (16, 2), (64, 0)])
+def test_pages_with_context_take_longer_to_run_so_fewer_of_them_do(place, ran) -> None:
+    """A page takes two seconds after 64 tokens. On average, each of the eight takes 1.25 seconds, 2.25, or 5.25; then all are read."""
+    host = host_reading()
+    host = replace(host, rates=replace(host.rates, context_doubling=64.0))
+    host, pairs = read_ahead(host, 1, KEYS[:8], 40, 4, start=place)
+    assert host.disk is not None and len(pairs) == 8 - ran
+    assert host.disk.waits[1].start == (place + ran if ran else 0)
+
+
 def test_half_of_host_memory_bounds_what_is_read_behind_the_front() -> None:
     host, pairs = read_ahead(host_reading(num_pages=6), 1, KEYS[:8], 40, 4)
     assert [key for _, key in pairs] == KEYS[5:8]

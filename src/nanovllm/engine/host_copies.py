@@ -41,8 +41,9 @@ def begun(state: EngineState) -> Begun | None:
     matched, _ = pools.reusable(pool, tokens, whole=first.request.keep, namespace=namespace)
     start = max(len(matched), first.num_filled // size)
     held = offload.find(host, tokens, start, size, namespace, most=memory.num_at_once)
-    num_tokens = min((start + len(held)) * size, len(tokens) - 1) - max(start * size, first.num_filled)
-    return memory.begin(held) if offload.worth_loading(num_tokens, len(held) * host.page_bytes, host.rates) else None
+    filled = max(start * size, first.num_filled)
+    num_tokens = min((start + len(held)) * size, len(tokens) - 1) - filled
+    return memory.begin(held) if offload.worth_loading(num_tokens, len(held) * host.page_bytes, host.rates, filled) else None
 
 
 def copied(

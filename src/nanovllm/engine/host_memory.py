@@ -12,7 +12,7 @@ import torch
 from immutables import Map
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.prefill_rate import seconds_of_step, tokens_per_second
+from nanovllm.engine.prefill_rate import prompt_rates, seconds_of_step
 from nanovllm.errors import InvalidRequestError, OutOfPagesError
 from nanovllm.executor.device_memory import room
 from nanovllm.executor.distributed import agreed, least
@@ -24,6 +24,7 @@ from nanovllm.state.offload import HostPages, Moves, Rates, init_host
 from nanovllm.state.pool import Pool
 
 AUTO, SHARE = "auto", 4  # with "auto", one of `SHARE` bytes of free memory is used
+COPIED = {"cuda": 4 * STAGE_BYTES, "cpu": STAGE_BYTES}  # bytes of the measured copies: so many that what they cost once counts little
 REPEATS = 3  # of the measured copies, of which the fastest counts: the first one may compile
 PROMPT = {"cuda": 2048, "cpu": 256}  # tokens of the measured prompt
 
@@ -84,13 +85,13 @@ def add_host_memory(
         OutOfPagesError: The machine has too little memory, on this or another rank.
     """
     memory = _on_all_ranks(model, kv, num_host_pages)
-    tokens, kv = tokens_per_second(model, limits, executor, kv, pool, PROMPT[model.device.type])
+    tokens, doubling, kv = prompt_rates(model, limits, executor, kv, pool, PROMPT[model.device.type])
     sizes = {"page_size": limits.page_size, "dtype": stored_dtype(limits, model.dtype)}
     page, (_, frame) = bytes_per_page(model.config, **sizes), bytes_by_group(model.config, **sizes)
     most, frames = pool.pages.num_pages, pool.frames
     if frames is not None:  # the same numbers address pages and frames
         most = frames.num_frames if frames.alone else min(most, frames.num_frames)
-    count = min(num_host_pages, most, max(1, STAGE_BYTES // page))
+    count = min(num_host_pages, most, max(1, COPIED[model.device.type] // page))
     pairs, took = tuple((at, at) for at in range(count)), math.inf
     kv = memory.move(kv, Moves(out=Map(pairs), frames_out=Map(pairs)))
     for _ in range(REPEATS):
@@ -101,7 +102,9 @@ def add_host_memory(
         took = min(took, time.perf_counter() - start)
     copied = agreed(model.config.mesh, count * page / max(took, 1e-9))
     step, kv = seconds_of_step(model, limits, executor, kv, pool)
-    rates = Rates(tokens_per_second=tokens, bytes_per_second=copied, step_seconds=min(step, LANDING_BYTES / copied))
+    rates = Rates(
+        tokens_per_second=tokens, bytes_per_second=copied, step_seconds=min(step, LANDING_BYTES / copied), context_doubling=doubling
+    )
     return memory, init_host(num_host_pages, page, rates, frame), kv
 
 

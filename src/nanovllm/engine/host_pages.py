@@ -58,7 +58,7 @@ def load(draft: Draft, sequence: Sequence, num_matched: int) -> Sequence:
     behind = max(0, retired - held)  # pages after those of the sequence whose frames it does not need
     what = copied(pool, shared, len(found), behind)
     num_bytes = len(what.pages) * (host.page_bytes - host.frame_bytes) + len(what.frames) * host.frame_bytes
-    if num_tokens <= 0 or not (until or offload.worth_loading(num_tokens, num_bytes, host.rates)):
+    if num_tokens <= 0 or not (until or offload.worth_loading(num_tokens, num_bytes, host.rates, sequence.num_filled)):
         return sequence
     if room is not None:
         until = until or filled

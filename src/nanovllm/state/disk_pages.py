@@ -84,7 +84,7 @@ def read_ahead(
     count = len(keys) if frames is None else frames.served(len(keys))
     wanted, absent = _needed(keys, count, found, coming, frames)
     saved = min(count * page_size, num_tokens) - first * page_size
-    paces = paces_of(host, page_size, num_before, wanted[first:])
+    paces = paces_of(host, page_size, num_before, wanted[first:], start + first)
     begin, end = pages_to_load(paces, absent[first:], room) if saved > 0 else (0, 0)
     if frames is not None and 0 < first + end < count:  # what it can begin with there needs the frames of another window
         count = frames.served(first + end)
@@ -107,7 +107,7 @@ def read_ahead(
     return replace(host, used=used, disk=replace(reads, waits=reads.waits.set(request_id, wait))), pairs
 
 
-def paces_of(host: HostPages, page_size: int, num_before: int, wanted: Seq[int] = ()) -> Paces:
+def paces_of(host: HostPages, page_size: int, num_before: int, wanted: Seq[int] = (), start: int = 0) -> Paces:
     """How long it takes to fill pages, after `num_before` other prompt tokens and the reads that are under way.
 
     Args:
@@ -115,12 +115,13 @@ def paces_of(host: HostPages, page_size: int, num_before: int, wanted: Seq[int] 
         page_size: Tokens per page.
         num_before: The prompt tokens that the device runs before.
         wanted: What is needed of each page. Pages with and without frames take their mean time.
+        start: The place of the first page in its prompt. The tokens of all pages take their mean time.
     """
-    disk, rates = _disk(host), host.rates
+    disk, rates, count = _disk(host), host.rates, max(1, len(wanted))
     each = sum(host.bytes_of(part == WHOLE) for part in wanted) / len(wanted) if wanted else host.page_bytes
     under_way = sum(host.bytes_of(at in disk.framed) for at in disk.reading)
     return Paces(
-        run=page_size / rates.tokens_per_second,
+        run=rates.running(start * page_size, (start + count) * page_size) / count,
         read=each / disk.bytes_per_second,
         copy=each / rates.bytes_per_second,
         before_run=num_before / rates.tokens_per_second,

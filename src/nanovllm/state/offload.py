@@ -35,14 +35,20 @@ class Rates:
     """How fast this engine runs prompts and copies pages, as measured at its start.
 
     Attributes:
-        tokens_per_second: Prompt tokens that it runs per second.
+        tokens_per_second: Prompt tokens that it runs per second, without much context.
         bytes_per_second: Bytes that it copies from host memory per second.
         step_seconds: Seconds of a decode step in which copies go on beside it. Infinity: pages are copied all at once.
+        context_doubling: The tokens of context with which a prompt token takes twice as long as without. Infinity: context costs nothing.
     """
 
     tokens_per_second: float
     bytes_per_second: float
     step_seconds: float = math.inf
+    context_doubling: float = math.inf
+
+    def running(self, start: int, stop: int) -> float:
+        """Seconds in which the tokens of a prompt from place `start` to `stop` run, which is not included."""
+        return (stop - start) * (1 + (start + stop) / 2 / self.context_doubling) / self.tokens_per_second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -159,20 +165,21 @@ def init_host(num_pages: int, page_bytes: int, rates: Rates, frame_bytes: int = 
     )  # fmt: skip
 
 
-def worth_loading(num_tokens: int, num_bytes: int, rates: Rates) -> bool:
+def worth_loading(num_tokens: int, num_bytes: int, rates: Rates, start: int = 0) -> bool:
     """Whether it is faster to copy KV from host memory than to run its tokens.
 
     Args:
         num_tokens: The tokens.
         num_bytes: The bytes of their KV.
         rates: How fast the engine does both.
+        start: The number of tokens before them.
 
     Examples:
         >>> rates = Rates(tokens_per_second=200_000.0, bytes_per_second=50e9)
         >>> worth_loading(16384, 16384 * 112 * 1024, rates), worth_loading(16, 16 * 112 * 1024, rates)
         (True, False)
     """
-    return num_tokens > 0 and LATENCY + num_bytes / rates.bytes_per_second < num_tokens / rates.tokens_per_second
+    return num_tokens > 0 and LATENCY + num_bytes / rates.bytes_per_second < rates.running(start, start + num_tokens)
 
 
 def planning(host: HostPages) -> HostPages:

@@ -95,7 +95,7 @@ def tokens_to_meeting(host: HostPages, wait: Wait, num_filled: int, page_size: i
     between = wait.start + num_read - next_page  # pages between the next one and those that have come
     if between <= 0 or next_page >= wait.stop or host.disk.now >= wait.until:
         return None
-    run = page_size / host.rates.tokens_per_second
+    run = host.rates.running(num_filled, num_filled + page_size)
     read = sum(map(host.bytes_of, under_way)) / max(1, num_read) / host.disk.bytes_per_second
     count = max(1, wait.start - next_page, math.ceil(between * read / (run + read)))
     return max((next_page + count) * page_size - num_filled, least_tokens(host, num_filled, page_size))
