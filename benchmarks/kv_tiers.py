@@ -31,10 +31,12 @@ is being done, so that a run that was ended tells where it was.
 
 import argparse
 import json
+import math
 import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -120,7 +122,7 @@ def first_tokens(model: nv.Model, options: argparse.Namespace) -> dict[str, Any]
         if gib:
             host = state.pool.host
             assert host is not None
-            rates = {"tokens_per_second": round(host.rates.tokens_per_second), "bytes_per_second": round(host.rates.bytes_per_second)}
+            rates = {name: float(f"{value:.6g}") for name, value in asdict(host.rates).items() if math.isfinite(value)}
             told = {"rates": rates, "page_bytes": host.page_bytes, "host_pages": host.num_pages}
         del state
     return {name: round(float(np.median(taken)), 2) for name, taken in times.items()} | {"loaded_tokens": loaded, **told}

@@ -391,8 +391,10 @@ def test_options_that_are_refused(tmp_path: Path):
         with pytest.raises(InvalidRequestError):
             init_state(MODEL, num_pages=8, host_kv_gib=GIB, kv_dir=wrong)
     (tmp_path / "file").write_text("")
-    with pytest.raises(InvalidRequestError, match="cannot be used"):
+    with pytest.raises(InvalidRequestError, match="cannot be used: it is a file, and must be a folder"):
         init_state(MODEL, num_pages=8, host_kv_gib=GIB, kv_dir=tmp_path / "file")
+    with pytest.raises(InvalidRequestError, match="cannot be used: Not a directory"):
+        init_state(MODEL, num_pages=8, host_kv_gib=GIB, kv_dir=tmp_path / "file" / "kv")
 
 
 def test_a_folder_that_is_made_is_for_its_own_user_only(tmp_path: Path):

@@ -33,7 +33,7 @@ def engine(per_step: int, num_pages: int = 30, late: bool = False, **options: An
     host, runtime = state.pool.host, runtime_of(state)
     assert host is not None
     if late:
-        runtime.host = HostMemory(state.kv, host.num_pages, LateCopies, stage_bytes=2 * host.page_bytes)
+        runtime.host = HostMemory(state.kv, host.num_pages, LateCopies, stage_bytes=host.page_bytes)
     rates = Rates(tokens_per_second=1e5, bytes_per_second=1e5 * host.page_bytes, step_seconds=per_step / 1e5)
     state = replace(state, pool=replace(state.pool, host=replace(host, rates=rates)))
     for seed in range(num_pages // PAGES + 2):
@@ -152,7 +152,7 @@ def test_replies_do_not_wait_for_the_copies(monkeypatch):
 
 
 def fetched(state: EngineState, monkeypatch) -> list[tuple[str, int]]:
-    """What later calls do in order: plans, and copies of so many host pages into stages, of which each holds two."""
+    """What later calls do in order: plans, and copies of so many host pages into stages, of which each holds one."""
     memory, done, schedule = runtime_of(state).host, list[tuple[str, int]](), steps.schedule
     assert memory is not None
     fetch = memory._fetch
@@ -167,7 +167,7 @@ def test_an_idle_engine_begins_its_copies_before_it_plans_and_makes_each_once(mo
     state, rid = submit(MODEL, state, prompt(0), GREEDY)
     state, _ = step(MODEL, state)
     check(state)
-    assert done == [("copy", 2), ("copy", 2), ("plan", 0), ("copy", 1)]
+    assert done == [("copy", 1)] * 4 + [("plan", 0), ("copy", 1)]
     assert drain(MODEL, state)[1][rid].token_ids == alone(0)
 
 

@@ -47,18 +47,46 @@ def test_the_bound_fits_the_time(clock, max_step_ms, tokens):
     assert limits.context_doubling == math.ceil(20_000 * took / (took - 5))
 
 
-def test_host_memory_knows_what_context_costs(clock):
-    rates = rates_of(engine(host_kv_gib=1 / 1024, num_pages=256))
-    count = clock[0][1]
-    assert clock[:2] == [(0, count), (4 * count, count)]
-    took = 5 + 0.021 * count
-    assert rates.tokens_per_second == pytest.approx(1e3 * count / took)
-    assert rates.context_doubling == math.ceil(4 * count * took / (0.021 * count * 4 * count / 20_000))
+def test_host_memory_knows_what_context_costs(monkeypatch):
+    """A token takes 0.02 ms, and twice as long with 1,000 tokens of context."""
+    asked = []
+
+    def milliseconds(model, executor, kv, pool, context, count, seconds=0.0):
+        asked.append((context, count))
+        return 0.02 * count * (1 + count / 2 / 1000), kv
+
+    monkeypatch.setattr(prefill_rate, "_milliseconds", milliseconds)
+    rates = rates_of(engine(host_kv_gib=1 / 1024))
+    count = asked[0][1]
+    assert asked[:2] == [(0, count), (0, 2 * count)]
+    assert rates.tokens_per_second == pytest.approx(50_000) and rates.context_doubling == pytest.approx(1000)
+    assert 1e3 * rates.running(0, 5 * count) == pytest.approx(0.02 * 5 * count * (1 + 5 * count / 2 / 1000))
+
+
+@pytest.mark.parametrize(("each", "rate"), [(lambda count: 1.0, 256 / 1e-3), (lambda count: 1e-3 * count**3, 1e3 / (1e-3 * 128**2 / 1000))])
+def test_prompts_that_take_longer_or_shorter_than_context_tells_have_rates_too(each, rate, monkeypatch):
+    """The time does not grow with the tokens, or it grows more than context would make it."""
+    monkeypatch.setattr(prefill_rate, "_milliseconds", lambda model, executor, kv, pool, context, count, seconds=0.0: (each(count), kv))
+    rates = rates_of(engine(host_kv_gib=1 / 1024))
+    assert rates.tokens_per_second == pytest.approx(rate) and rates.context_doubling > 0
+
+
+@pytest.mark.parametrize(("limits", "counts"), [({"num_pages": 8}, [127]), ({"num_pages": 12}, [128]), ({"num_pages": 17}, [128, 256])])
+def test_a_second_prompt_is_measured_only_if_it_is_much_longer(limits, counts, monkeypatch):
+    asked = []
+
+    def milliseconds(model, executor, kv, pool, context, count, seconds=0.0):
+        asked.append(count)
+        return 1.0, kv
+
+    monkeypatch.setattr(prefill_rate, "_milliseconds", milliseconds)
+    engine(host_kv_gib=1 / 1024, **limits)
+    assert asked[:-1] == counts  # the last one is a decode step
 
 
 @pytest.mark.parametrize("fits", [0, 1])
 def test_host_memory_goes_without_what_the_device_has_no_memory_for(fits, monkeypatch):
-    """Neither the measured prompt fits, or only the one without context."""
+    """Neither the measured prompt fits, or only the shorter one."""
     left = [fits]
 
     def milliseconds(model, executor, kv, pool, context, count, seconds=0.0):
@@ -68,8 +96,8 @@ def test_host_memory_goes_without_what_the_device_has_no_memory_for(fits, monkey
         return 10.0, kv
 
     monkeypatch.setattr(prefill_rate, "_milliseconds", milliseconds)
-    rates = rates_of(engine(host_kv_gib=1 / 1024, num_pages=64))
-    assert rates.context_doubling == math.inf and (rates.tokens_per_second == 1.0) == (not fits)
+    rates = rates_of(engine(host_kv_gib=1 / 1024))
+    assert rates.context_doubling == math.inf and rates.tokens_per_second == pytest.approx(128 / 0.01 if fits else 1.0)
 
 
 def rates_of(state: EngineState) -> Rates:

@@ -51,7 +51,7 @@ def test_every_page_gets_the_bits_that_its_host_page_was_given(stage, late, land
         landing = Landing() if lands else None
         memory.move(KVState(pools=(pool,)), Moves(out=Map(dict(out)), into=there), landing, begun)
         if landing is not None:
-            assert len(landing.left) == min(2, -(-len(there) // stage))
+            assert len(landing.left) == min(4, -(-len(there) // stage))
             landing.land()
         for at, page in there:
             assert torch.equal(pool[:, page], held[at])

@@ -609,6 +609,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "engine/prefill_rate.py",
         PREFILL_RATE,
         ("the replies of a step take no time", "rest = max(0.0, max_step_ms - alone)", "rest = max(0.0, max_step_ms)"),
+        ("the rate without context is that of the prompt", "each - slope * count)", "each)"),
+        ("a token has the context of the whole prompt", "alone / slope / 2", "alone / slope"),
         (
             "the context is measured without one",
             "_milliseconds(model, executor, kv, pool, context, count, STEADY)",

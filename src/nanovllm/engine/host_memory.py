@@ -26,7 +26,7 @@ from nanovllm.state.pool import Pool
 AUTO, SHARE = "auto", 4  # with "auto", one of `SHARE` bytes of free memory is used
 COPIED = {"cuda": 4 * STAGE_BYTES, "cpu": STAGE_BYTES}  # bytes of the measured copies: so many that what they cost once counts little
 REPEATS = 3  # of the measured copies, of which the fastest counts: the first one may compile
-PROMPT = {"cuda": 2048, "cpu": 256}  # tokens of the measured prompt
+PROMPT = {"cuda": 4096, "cpu": 128}  # tokens of the shorter one of two measured prompts; the host bounds small models with few tokens
 
 
 def require_host_kv(model: Model, host_kv_gib: Any, limits: EngineConfig) -> int:

@@ -27,7 +27,6 @@ from nanovllm.state.vector import IntVector
 REPEATS = 2  # of each measurement, whose least counts: the first one may compile
 STEADY = 0.25  # seconds for which the chosen piece is repeated: a GPU under load lowers its clocks within a few steps
 CONTEXT = 8192  # tokens of context with which a piece is measured again
-TIMES = 4  # the context of a measured prompt, as a multiple of its tokens
 MOST_MS = 1e9  # eleven days: whoever wants longer steps wants no bound
 FAINT = 1 << 20  # the tokens of context with which a token counts twice, where context hardly matters
 
@@ -90,26 +89,32 @@ def prompt_rates(
 ) -> tuple[float, float, KVState]:
     """Donates `kv`. How many tokens of a prompt run per second, and with how many tokens of context one takes twice as long.
 
-    They are measured with `num_tokens` or as many as fit, and with `TIMES` as much context. What is written is in free pages. If not even
-    these tokens fit into the device's memory, prompts count as slow. Where no such context fits, context counts as nothing.
+    A prompt of `num_tokens` is measured, or of as many as fit, and one that is twice as long. What is written is in free pages. If not even
+    the first one fits into the device's memory, prompts count as slow. Where the second one does not fit, context counts as nothing.
 
     Returns:
-        Tokens per second, tokens of context, and the KV memory.
+        Tokens per second without any context, tokens of context, and the KV memory.
     """
-    longest = min(limits.max_model_len, pool.num_available * limits.page_size) - 1
-    count = min(num_tokens, limits.max_num_batched_tokens, longest)
+    most = min(limits.max_model_len - 1, pool.num_available * limits.page_size - 1, limits.max_num_batched_tokens)
+    count, twice = min(num_tokens, most), min(2 * num_tokens, most)
     if count < 1:
         return 1.0, math.inf, kv
     try:
         took, kv = _milliseconds(model, executor, kv, pool, 0, count)
     except torch.OutOfMemoryError:
         return 1.0, math.inf, kv
-    doubling, context = math.inf, min(TIMES * count, longest - count)
-    if pool.frames is None and context >= LEAST:
-        with suppress(torch.OutOfMemoryError):
-            longer, kv = _milliseconds(model, executor, kv, pool, context, count)
-            doubling = float(_doubling(took, longer, context))
-    return 1e3 * count / took, doubling, kv
+    each = took / count / 1e3
+    if twice - count < min(LEAST, count):
+        return 1 / each, math.inf, kv
+    try:
+        longer, kv = _milliseconds(model, executor, kv, pool, 0, twice)
+    except torch.OutOfMemoryError:
+        return 1 / each, math.inf, kv
+    slope = (longer / twice / 1e3 - each) / (twice - count)  # seconds by which a token more makes each of a prompt's tokens slower
+    if slope <= 0:
+        return 1e3 * twice / longer, math.inf, kv
+    alone = max(each / 1000, each - slope * count)
+    return 1 / alone, alone / slope / 2, kv
 
 
 @torch.no_grad()

@@ -5,8 +5,8 @@ scattered from it, on the stream of the engine; so nothing that the engine runs 
 later reads what was scattered. Between the stages and host memory, two streams copy at the rate of the bus, one per direction. Events
 order the three streams:
 
-- A stage is filled again only after the copy of its last content has ended. There are two for each direction, so that one is filled while
-  the other is copied.
+- A stage is filled again only after the copy of its last content has ended. There are two for copies out, so that one is filled while
+  the other is copied. Four for copies in hold what is copied while the host plans a step.
 - A host page is read only after all earlier copies that write it, and is written only after all earlier copies that read it.
 - Pages that were copied in are scattered only after their copy has ended: the engine's stream waits for the event, and the host does not.
 - A page that is copied out and in is gathered before it is scattered. The copies in are sorted so that they begin while others go out.
@@ -41,7 +41,7 @@ from nanovllm.state.offload import Moves, Pair
 from nanovllm.types import Tensor
 
 STAGE_BYTES = 64 << 20  # of one stage
-NUM_STAGES = 5  # two for copies out, two for copies in, one for copies ahead
+NUM_STAGES = 7  # two for copies out, four for copies in, one for copies ahead
 LANDING_BYTES = 2 * STAGE_BYTES  # that can be on their way while a step runs
 
 
@@ -135,7 +135,7 @@ class HostMemory:
         self._staged = [min(num_pages, max(1, stage_bytes // size)) for size in sizes]  # images of each pool that fit into a stage
         stage = max(count * size for count, size in zip(self._staged, sizes, strict=True))
         stages = [Stage(torch.empty(stage, dtype=torch.uint8, device=device)) for _ in range(NUM_STAGES)]
-        self._out, self._into, (self._stage_aside,) = stages[:2], stages[2:4], stages[4:]
+        self._out, self._into, (self._stage_aside,) = stages[:2], stages[2:6], stages[6:]
         for each in self._into:
             self._inward.note_use(each.memory)
         self._ids_aside = torch.empty(max(self._staged), dtype=torch.int32, device=device)  # so that copies ahead need no memory
