@@ -87,7 +87,7 @@ def _opened(folder: Path, max_bytes: int, page_bytes: int, identity: dict[str, A
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         files = PageFolder(folder / PAGES, max_bytes, page_bytes, identity)
     except OSError as error:
-        reason = "it is a file, and must be a folder" if folder.is_file() else error.strerror or error
+        reason = "it is a file, and must be a folder" if os.path.isfile(folder) else error.strerror or error
         failed = InvalidRequestError(f"kv_dir={str(folder)!r} cannot be used: {reason}")
         failed.__cause__ = error
     (opened,) = least(mesh, [int(files is not None)])
