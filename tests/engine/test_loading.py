@@ -86,6 +86,15 @@ def test_a_prompt_of_more_pages_than_a_step_loads_begins_in_the_step_after_its_l
     assert (state.stats.loaded_tokens - before) // 4 == per_step
 
 
+def test_prompts_that_come_together_and_fit_into_a_step_begin_at_once():
+    state, _ = replying(engine(9))
+    before = state.stats.loaded_tokens
+    for seed in (0, 1):
+        state, _ = submit(MODEL, state, prompt(seed), GREEDY)
+    state, _ = step(MODEL, state)
+    assert (state.stats.loaded_tokens - before) // 4 == PAGES  # of the other one, 4 of 5 pages would come
+
+
 def test_while_others_load_a_new_prompt_does_not_stop_them():
     state, _ = replying(engine(1))
     state, _ = submit(MODEL, state, prompt(0), GREEDY)
@@ -171,29 +180,43 @@ def test_an_idle_engine_begins_its_copies_before_it_plans_and_makes_each_once(mo
     assert drain(MODEL, state)[1][rid].token_ids == alone(0)
 
 
-def test_no_copies_begin_for_what_runs_faster_or_beside_replies_or_is_on_the_device(monkeypatch):
+def test_no_copies_begin_of_what_runs_faster(monkeypatch):
     state = engine(1, late=True)
     host, done = state.pool.host, fetched(state, monkeypatch)
     assert host is not None
-    slow = replace(state, pool=replace(state.pool, host=replace(host, rates=replace(host.rates, bytes_per_second=1.0))))
-    slow, _ = submit(MODEL, slow, prompt(0), GREEDY)
-    slow, _ = step(MODEL, slow)
-    slow, _ = drain(MODEL, slow)
-    state, _ = submit(MODEL, slow, prompt(0), GREEDY)  # it has just run
+    state = replace(state, pool=replace(state.pool, host=replace(host, rates=replace(host.rates, bytes_per_second=1.0))))
+    state, _ = submit(MODEL, state, prompt(0), GREEDY)
+    state, _ = step(MODEL, state)
+    assert done == [("plan", 0)]
+
+
+@pytest.mark.parametrize(("length", "begun"), [(9, 3), (21, 0)])
+def test_no_copies_begin_of_what_is_on_the_device(length, begun, monkeypatch):
+    state = engine(1, late=True)
+    state, _ = submit(MODEL, state, prompt(0)[:length], GREEDY)
     state, _ = step(MODEL, state)
     state, _ = drain(MODEL, state)
-    assert {what for what, _ in done} == {"plan"}
-    state, _ = replying(state)
-    del done[:]
+    done = fetched(state, monkeypatch)
+    state, _ = submit(MODEL, state, prompt(0), GREEDY)
+    state, _ = step(MODEL, state)
+    assert done == [("copy", 1)] * begun + [("plan", 0)]
+
+
+def test_no_copies_begin_beside_replies(monkeypatch):
+    state, _ = replying(engine(1, late=True))
+    done = fetched(state, monkeypatch)
     state, _ = submit(MODEL, state, prompt(1), GREEDY)
     state, _ = step(MODEL, state)
-    assert done[0] == ("plan", 0)
+    assert done == [("plan", 0)]
+    state, _ = step(MODEL, state)
+    assert done[1:] == [("plan", 0), ("copy", 1)]
 
 
 def test_copies_that_began_for_a_plan_that_failed_are_lost(monkeypatch):
     state = engine(1, late=True)
+    done, schedule = fetched(state, monkeypatch), steps.schedule
     state, rid = submit(MODEL, state, prompt(0), GREEDY)
-    content, schedule = freeze(state.pool), steps.schedule
+    content = freeze(state.pool)
 
     def failing(*given):
         raise RuntimeError("planted")
@@ -202,11 +225,10 @@ def test_copies_that_began_for_a_plan_that_failed_are_lost(monkeypatch):
     with pytest.raises(RuntimeError, match="planted"):
         step(MODEL, state)
     monkeypatch.setattr(steps, "schedule", schedule)
-    assert freeze(state.pool) == content
+    assert done == [("copy", 1)] * 4 and freeze(state.pool) == content
     check(state)
-    other = prompt(1)
     state = cancel(state, rid)
-    state, rid = submit(MODEL, state, other, GREEDY)
+    state, rid = submit(MODEL, state, prompt(1), GREEDY)
     assert drain(MODEL, state)[1][rid].token_ids == alone(1)
 
 

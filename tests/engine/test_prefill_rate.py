@@ -2,14 +2,20 @@
 
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import nanovllm as nv
+from nanovllm.config import Mesh
 from nanovllm.engine import prefill_rate
 from nanovllm.engine import step as step_module
-from nanovllm.errors import InvalidRequestError
+from nanovllm.errors import InvalidRequestError, OutOfPagesError
+from nanovllm.executor.agreed_memory import SharedShortage
+from nanovllm.ops.distributed.in_process import run_ranks
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.offload import Rates
 from nanovllm.testing.models import random_model, tiny_config
@@ -63,16 +69,33 @@ def test_host_memory_knows_what_context_costs(monkeypatch):
     assert 1e3 * rates.running(0, 5 * count) == pytest.approx(0.02 * 5 * count * (1 + 5 * count / 2 / 1000))
 
 
-@pytest.mark.parametrize(("each", "rate"), [(lambda count: 1.0, 256 / 1e-3), (lambda count: 1e-3 * count**3, 1e3 / (1e-3 * 128**2 / 1000))])
+@pytest.mark.parametrize(("each", "rate"), [(lambda count: 1.0, 256 / 1e-3), (lambda count: 1e-3 * count**3, 4e3 / (1e-3 * 128**2))])
 def test_prompts_that_take_longer_or_shorter_than_context_tells_have_rates_too(each, rate, monkeypatch):
-    """The time does not grow with the tokens, or it grows more than context would make it."""
+    """The time does not grow with the tokens, or it grows more than context would make it. What was measured for the longer one holds."""
     monkeypatch.setattr(prefill_rate, "_milliseconds", lambda model, executor, kv, pool, context, count, seconds=0.0: (each(count), kv))
     rates = rates_of(engine(host_kv_gib=1 / 1024))
-    assert rates.tokens_per_second == pytest.approx(rate) and rates.context_doubling > 0
+    assert rates.tokens_per_second == pytest.approx(rate) and 1e3 * rates.running(0, 256) == pytest.approx(each(256))
 
 
-@pytest.mark.parametrize(("limits", "counts"), [({"num_pages": 8}, [127]), ({"num_pages": 12}, [128]), ({"num_pages": 17}, [128, 256])])
-def test_a_second_prompt_is_measured_only_if_it_is_much_longer(limits, counts, monkeypatch):
+@given(st.integers(2, 20_000), st.floats(0.001, 1.0), st.floats(10.0, 1e6), st.floats(0.97, 1.03))
+def test_a_measurement_that_is_a_little_wrong_moves_long_prompts_by_little(most, each, doubling, wrong):
+    """Of a step that holds any number of tokens: prompts of four times the tokens are at most a quarter off."""
+
+    def milliseconds(model, executor, kv, pool, context, count, seconds=0.0):
+        return each * count * (1 + count / 2 / doubling) * (wrong if asked else 1.0), asked.append(count)
+
+    asked = list[int]()
+    limits = SimpleNamespace(max_model_len=10**6, page_size=16, max_num_batched_tokens=most)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefill_rate, "_milliseconds", milliseconds)
+        rate, found, _ = prefill_rate.prompt_rates(*[None, limits, None, None, SimpleNamespace(num_available=10**5)], 4096)
+    assert asked == [min(4096, most // 2), 2 * min(4096, most // 2)]
+    rates, length = Rates(tokens_per_second=rate, bytes_per_second=1.0, context_doubling=found), 8 * asked[0]
+    assert 1e3 * rates.running(0, length) == pytest.approx(each * length * (1 + length / 2 / doubling), rel=0.25)
+
+
+@pytest.mark.parametrize(("limits", "counts"), [({"num_pages": 8}, [63, 126]), ({"max_num_batched_tokens": 100}, [50, 100])])
+def test_shorter_prompts_are_measured_where_long_ones_do_not_fit(limits, counts, monkeypatch):
     asked = []
 
     def milliseconds(model, executor, kv, pool, context, count, seconds=0.0):
@@ -82,6 +105,20 @@ def test_a_second_prompt_is_measured_only_if_it_is_much_longer(limits, counts, m
     monkeypatch.setattr(prefill_rate, "_milliseconds", milliseconds)
     engine(host_kv_gib=1 / 1024, **limits)
     assert asked[:-1] == counts  # the last one is a decode step
+
+
+def test_a_rank_that_alone_lacks_memory_does_not_go_on_without_the_others():
+    def run(mesh: Mesh) -> str:
+        with pytest.raises(SharedShortage), prefill_rate._shared(mesh):
+            raise SharedShortage
+        with pytest.raises(OutOfPagesError) as caught, prefill_rate._shared(mesh):
+            raise torch.OutOfMemoryError("planted")
+        return str(caught.value)
+
+    with pytest.raises(torch.OutOfMemoryError), prefill_rate._shared(None):
+        raise torch.OutOfMemoryError
+    for rank, told in enumerate(run_ranks(run, 2)):
+        assert told == f"rank {rank} has too little memory for the prompt that is measured at the start: planted"
 
 
 @pytest.mark.parametrize("fits", [0, 1])
@@ -128,9 +165,9 @@ def test_a_device_on_which_context_costs_nothing(clock, monkeypatch):
 
 
 def test_no_bound_is_measured_where_none_is_asked_for(clock):
-    for given in ({}, {"max_step_ms": None}, {"max_step_ms": math.inf}, {"max_prefill_tokens": 512}):
-        limits = engine(**given).config
-        assert limits.max_prefill_tokens == given.get("max_prefill_tokens") and limits.context_doubling == 0
+    for asked in ({}, {"max_step_ms": None}, {"max_step_ms": math.inf}, {"max_prefill_tokens": 512}):
+        limits = engine(**asked).config
+        assert limits.max_prefill_tokens == asked.get("max_prefill_tokens") and limits.context_doubling == 0
     assert clock == []
 
 
@@ -148,8 +185,8 @@ def test_what_was_measured_leaves_nothing_behind():
     for windows in ((), (4, 0)):
         model = random_model(tiny_config(vocab_size=50, windows=windows))
         replies = []
-        for given in ({}, {"max_step_ms": 3}):
-            state = nv.init_state(model, num_pages=64, **given)
+        for asked in ({}, {"max_step_ms": 3}):
+            state = nv.init_state(model, num_pages=64, **asked)
             nv.check(state)
             assert state.pages.num_free == 64
             state, (reply,) = nv.generate_many(model, state, [[1, 2, 3, 4, 5]], greedy)

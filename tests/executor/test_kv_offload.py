@@ -1,5 +1,9 @@
 """Copies between pages and host pages: bits come back, in any order, through stages of any size, as late as the stream likes."""
 
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,6 +12,7 @@ from immutables import Map
 
 from nanovllm.errors import OutOfPagesError
 from nanovllm.executor import pinned_memory
+from nanovllm.executor.copy_streams import CopiesAtOnce
 from nanovllm.executor.kv_offload import HostMemory, Landing
 from nanovllm.state.kv_cache import KVState
 from nanovllm.state.offload import Moves
@@ -167,6 +172,48 @@ def test_copies_that_have_begun_are_used_if_they_fit(into, out, again, monkeypat
     assert sorted(copied) == again
     for at, page in into:
         assert torch.equal(pool[:, page], before[:, out[at] if at in out else at - 4])
+
+
+class Watched(CopiesAtOnce):
+    """Copies whose marks of the engine's stream are numbered, and that note what they wait for."""
+
+    def __init__(self) -> None:
+        self.done, self._count = list[Any](), count()
+
+    def run(self, copy: Callable[[], None]) -> None:
+        self.done.append("copy")
+        copy()
+
+    def engine_mark(self) -> Any:
+        return next(self._count)
+
+    def hold(self, mark: Any) -> None:
+        self.done.append(mark)
+
+
+def test_a_stage_is_filled_only_after_it_was_scattered():
+    """Six pages go through four stages. What begins then goes to the first two, which were scattered last and before that."""
+    pool = random_pages()
+    kv, memory = KVState(pools=(pool,)), HostMemory(KVState(pools=(pool,)), HOST, Watched, stage_bytes=PAGE_BYTES)
+    inward = memory._inward
+    assert isinstance(inward, Watched)
+    memory.move(kv, Moves(into=tuple((at, at) for at in range(PAGES))))
+    assert [each for each in inward.done if each is not None] == ["copy"] * 4 + [0, "copy", 1, "copy"]
+    del inward.done[:]
+    memory.begin([0, 1, 2])
+    assert [each for each in inward.done if each is not None] == [4, "copy", 5, "copy", 2, "copy"]
+
+
+def test_copies_out_do_not_wait_for_copies_that_have_begun():
+    pool = random_pages()
+    kv, memory = KVState(pools=(pool,)), HostMemory(KVState(pools=(pool,)), HOST, LateCopies, stage_bytes=PAGE_BYTES)
+    memory.move(kv, Moves(out=Map({4: 4})))
+    memory.synchronize()
+    assert isinstance(memory._outward, LateCopies) and isinstance(memory._inward, LateCopies)
+    made = memory._inward._made
+    memory.move(kv, Moves(out=Map({0: 0}), into=((4, 1),)), Landing(), memory.begin([4]))
+    memory._outward.synchronize()
+    assert memory._inward._made == made and torch.equal(memory.images[0][0], pool[:, 0])
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -295,7 +295,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *bugs(
         "state/disk_pages.py",
         ("tests/engine/test_split.py",),
-        ("a busy device does not matter", "before_run=num_before / rates.tokens_per_second", "before_run=0.0"),
+        ("a busy device does not matter", "before_run=before_run,\n", "before_run=0.0,\n"),
     ),
     *bugs(
         "engine/meeting.py",
@@ -456,8 +456,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "engine/scheduler.py",
         ("tests/engine/test_loading.py",),
         ("a request runs while it loads", "if s.todo > 1 and not s.loading]", "if s.todo > 1]"),
-        ("a long prompt loads in the step that looks it up", "loading or owed_pages(draft) <= (draft.load_room or 0)", "True"),
-        ("a new prompt stops the loads of others", "if loading or owed_pages(draft)", "if owed_pages(draft)"),
+        (
+            "a long prompt loads in the step that looks it up",
+            "        load_more(draft, came)\n    return",
+            "        load_more(draft)\n    return",
+        ),
         ("prompts do not shorten loads", "loaded_beside(sum(prefill.values()))", "loaded_beside(0)"),
     ),
     *bugs(
@@ -469,6 +472,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "engine/host_copies.py",
         ("tests/engine/test_loading.py",),
         ("replies wait for pages that are copied in", "    return not any(np.isin(", "    return False and not any(np.isin("),
+        ("copies begin of what is on the device", "find(host, tokens, len(matched), size,", "find(host, tokens, 0, size,"),
         ("copies begin beside replies", "host is None or state.running or", "host is None or"),
         (
             "copies begin of what runs faster",
@@ -510,12 +514,14 @@ MUTANTS: tuple[Mutant, ...] = (
             "            pass\n",
         ),
         ("a page is written before it was gathered", "max(gathered.get(page, 0) for _, page in part)", "0"),
+        ("a stage is filled before it was scattered", "            copies.hold(stage.free)\n", "            pass\n"),
+        ("copies out wait for copies that have begun", " if begun is None else begun.before", ""),
         ("what has begun is used after it has changed", "at not in to or at in out or ", "at not in to or "),
         ("a begun copy waits for copies out", "gathered.get(to[at], 0) > size * len(self._out)", "False"),
         (
             "copies begin before the host page is written",
-            "        self._inward.hold(self._outward.mark())\n        self._hold_for_ahead(self._inward, held)\n",
-            "        self._hold_for_ahead(self._inward, held)\n",
+            "        self._inward.hold(self._outward.mark())\n        self._hold_for_ahead(self._inward, {*held})\n",
+            "        self._hold_for_ahead(self._inward, {*held})\n",
         ),
         ("a plan reads before it writes", "fresh = any(at in moved_out for at, _ in part)", "fresh = False"),
         ("only single host pages are copied", "if stop < len(held) and held[stop] == held[stop - 1] + 1:", "if stop < len(held):"),
@@ -609,8 +615,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "engine/prefill_rate.py",
         PREFILL_RATE,
         ("the replies of a step take no time", "rest = max(0.0, max_step_ms - alone)", "rest = max(0.0, max_step_ms)"),
-        ("the rate without context is that of the prompt", "each - slope * count)", "each)"),
-        ("a token has the context of the whole prompt", "alone / slope / 2", "alone / slope"),
+        ("the rate without context is that of the prompt", "each - (of_longer - each))", "each)"),
+        ("a token has the context of the whole prompt", "count * alone / (of", "2 * count * alone / (of"),
         (
             "the context is measured without one",
             "_milliseconds(model, executor, kv, pool, context, count, STEADY)",

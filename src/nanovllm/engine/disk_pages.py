@@ -48,18 +48,18 @@ def look_ahead(state: EngineState, taken: Taken) -> EngineState:
     disk.looked_at = None, None  # until all have been looked up
     state, mesh = _with(state, disk, ended), mesh_of(state)
     host = state.pool.host
-    size, num_before = state.config.page_size, sum(s.todo for s in _prompts(state))
+    size, before = state.config.page_size, sum(host.rates.running(s.num_filled, s.tokens.length) for s in _prompts(state))
     for sequence in _next(state) if fresh else ():
         assert host is not None and host.disk is not None
         rid = id_of(sequence)
         if rid not in host.disk.waits:
             start, keys, frames = looked_up(replace(state.pool, host=host), disk, mesh, sequence, size)
             num_tokens = sequence.tokens.length - 1 - start * size  # the last token runs in any case
-            host, pairs = disk_pages.read_ahead(host, rid, keys, num_tokens, size, start=start, num_before=num_before, frames=frames)
+            host, pairs = disk_pages.read_ahead(host, rid, keys, num_tokens, size, start=start, before_run=before, frames=frames)
             assert host.disk is not None
             taken.host_pages.extend(at for at, _ in pairs)
             disk.read(pairs, host.disk.framed, last_first=host.disk.waits[rid].stop > 0)
-        num_before += 0 if host.disk.holds(rid) else sequence.todo
+        before += 0 if host.disk.holds(rid) else host.rates.running(sequence.num_filled, sequence.tokens.length)
     state = replace(state, pool=replace(state.pool, host=host))
     if host is not None and host.disk is not None:
         disk.looked_at = state.waiting, host.disk.waits

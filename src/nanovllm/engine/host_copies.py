@@ -25,7 +25,7 @@ MOST_IDLE = 1024  # of a step after which no request is left
 ALONE = 4  # one of so many steps in which replies wait for short prompts copies ahead
 
 
-def begun(state: EngineState) -> Begun | None:
+def begin_early(state: EngineState) -> Begun | None:
     """Begin to copy the first pages of the next request of an engine that runs none, so that the bus does not wait for the plan.
 
     Returns:
@@ -35,14 +35,13 @@ def begun(state: EngineState) -> Begun | None:
     if memory is None or host is None or state.running or not len(host.by_key) or pool.frames is not None:
         return None
     first, size = state.waiting.first(), state.config.page_size
-    if first is None or (host.disk is not None and host.disk.reading):  # it may wait for these reads
+    if first is None or first.num_filled or (host.disk is not None and host.disk.reading):  # it may wait for these reads
         return None
     tokens, namespace = first.tokens.array(), first.request.namespace
     matched, _ = pools.reusable(pool, tokens, whole=first.request.keep, namespace=namespace)
-    start = max(len(matched), first.num_filled // size)
-    held = offload.find(host, tokens, start, size, namespace, most=memory.num_at_once)
-    filled = max(start * size, first.num_filled)
-    num_tokens = min((start + len(held)) * size, len(tokens) - 1) - filled
+    held = offload.find(host, tokens, len(matched), size, namespace, most=memory.num_at_once)
+    filled = len(matched) * size
+    num_tokens = min(filled + len(held) * size, len(tokens) - 1) - filled
     return memory.begin(held) if offload.worth_loading(num_tokens, len(held) * host.page_bytes, host.rates, filled) else None
 
 

@@ -1,9 +1,10 @@
-"""How many prompt tokens take how long: measured once, at the start of an engine that is asked for steps of bounded time."""
+"""How many prompt tokens take how long: measured once, at the start of an engine that bounds steps or has KV in host memory."""
 
 import math
 import reprlib
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -11,14 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanovllm.config import EngineConfig
+from nanovllm.config import EngineConfig, Mesh
 from nanovllm.engine.prompt_room import LEAST
-from nanovllm.errors import InvalidRequestError
+from nanovllm.errors import InvalidRequestError, OutOfPagesError
+from nanovllm.executor.agreed_memory import SharedShortage
 from nanovllm.executor.distributed import agreed
 from nanovllm.executor.executor import Executor
 from nanovllm.models.model import Model
 from nanovllm.sampling.params import SamplingParams
 from nanovllm.state import pool as pools
+from nanovllm.state.device_errors import chain
 from nanovllm.state.kv_cache import KVState, pages_for
 from nanovllm.state.pool import Pool
 from nanovllm.state.request import Request, Sequence
@@ -28,6 +31,7 @@ REPEATS = 2  # of each measurement, whose least counts: the first one may compil
 STEADY = 0.25  # seconds for which the chosen piece is repeated: a GPU under load lowers its clocks within a few steps
 CONTEXT = 8192  # tokens of context with which a piece is measured again
 MOST_MS = 1e9  # eleven days: whoever wants longer steps wants no bound
+LEAST_ALONE = 4  # a token without context takes at least the time of one of the shorter measured prompt, divided by this
 FAINT = 1 << 20  # the tokens of context with which a token counts twice, where context hardly matters
 
 
@@ -89,14 +93,15 @@ def prompt_rates(
 ) -> tuple[float, float, KVState]:
     """Donates `kv`. How many tokens of a prompt run per second, and with how many tokens of context one takes twice as long.
 
-    A prompt of `num_tokens` is measured, or of as many as fit, and one that is twice as long. What is written is in free pages. If not even
-    the first one fits into the device's memory, prompts count as slow. Where the second one does not fit, context counts as nothing.
+    A prompt of `num_tokens` is measured, and one that is twice as long; shorter ones if these do not fit into a step or the pool. What is
+    written is in free pages. If not even the first one fits into the device's memory, prompts count as slow. Where the second one does not
+    fit, context counts as nothing.
 
     Returns:
-        Tokens per second without any context, tokens of context, and the KV memory.
+        Tokens per second as if there were no context, tokens of context, and the KV memory.
     """
     most = min(limits.max_model_len - 1, pool.num_available * limits.page_size - 1, limits.max_num_batched_tokens)
-    count, twice = min(num_tokens, most), min(2 * num_tokens, most)
+    count = min(num_tokens, most // 2) or most
     if count < 1:
         return 1.0, math.inf, kv
     try:
@@ -104,17 +109,17 @@ def prompt_rates(
     except torch.OutOfMemoryError:
         return 1.0, math.inf, kv
     each = took / count / 1e3
-    if twice - count < min(LEAST, count):
+    if 2 * count > most:
         return 1 / each, math.inf, kv
     try:
-        longer, kv = _milliseconds(model, executor, kv, pool, 0, twice)
+        longer, kv = _milliseconds(model, executor, kv, pool, 0, 2 * count)
     except torch.OutOfMemoryError:
         return 1 / each, math.inf, kv
-    slope = (longer / twice / 1e3 - each) / (twice - count)  # seconds by which a token more makes each of a prompt's tokens slower
-    if slope <= 0:
-        return 1e3 * twice / longer, math.inf, kv
-    alone = max(each / 1000, each - slope * count)
-    return 1 / alone, alone / slope / 2, kv
+    of_longer = longer / (2 * count) / 1e3
+    if of_longer <= each:
+        return 1 / of_longer, math.inf, kv
+    alone = max(each / LEAST_ALONE, each - (of_longer - each))  # each half of the longer prompt makes a token slower by as much
+    return 1 / alone, count * alone / (of_longer - alone), kv
 
 
 @torch.no_grad()
@@ -135,6 +140,17 @@ def seconds_of_step(model: Model, limits: EngineConfig, executor: Executor, kv: 
 def _doubling(took: float, longer: float, context: int) -> int:
     """The tokens of context with which a token takes twice as long as without, given the times of a piece without and with a context."""
     return FAINT if longer <= took else min(FAINT, max(1, math.ceil(context * took / (longer - took))))
+
+
+@contextmanager
+def _shared(mesh: Mesh | None) -> Iterator[None]:
+    """Let a shortage of memory that other ranks do not know of end the start: they would wait for this rank, which goes on otherwise."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        if mesh is None or mesh.size == 1 or any(isinstance(one, SharedShortage) for one in chain(error)):
+            raise
+        raise OutOfPagesError(f"rank {mesh.rank} has too little memory for the prompt that is measured at the start: {error}") from error
 
 
 def _milliseconds(
@@ -158,7 +174,8 @@ def _milliseconds(
         tokens = IntVector.of(np.zeros(context + count, np.int32))
         row = Sequence(request=request, tokens=tokens, pages=IntVector.of(pages), num_filled=context)
         start = time.perf_counter()
-        drawn, kv = executor.prefill(model, kv, [(row, count)], frames=pool.frames)
+        with _shared(model.config.mesh):
+            drawn, kv = executor.prefill(model, kv, [(row, count)], frames=pool.frames)
         assert drawn is not None  # the token is on the host, so the device has ended
         times.append(time.perf_counter() - start)
     return agreed(model.config.mesh, 1e3 * (median(times[len(times) // 2 :]) if seconds else min(times))), kv

@@ -1,10 +1,11 @@
 """The KV that a sequence finds and need not run: pages of the prefix index, and after them pages of host memory."""
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
 
-from nanovllm.engine.draft import Draft
+from nanovllm.engine.draft import Draft, id_of, missing_pages
 from nanovllm.engine.host_pages import load
 from nanovllm.state import pool as pools
 from nanovllm.state.request import Sequence
@@ -19,13 +20,21 @@ def reusable(draft: Draft, sequence: Sequence) -> tuple[np.ndarray, int]:
     return draft.found[2]
 
 
-def load_more(draft: Draft) -> None:
+def load_more(draft: Draft, came: Collection[int] = ()) -> None:
     """Let the sequences go on whose pages are being copied in, one after the other. Without replies that go on, the rest is copied at once.
 
     Another sequence may have brought the same pages in meanwhile, so the index is asked first.
+
+    Args:
+        draft: The plan, which gets the pages and the copies.
+        came: Requests that this step has looked up. If one needs more pages than the step may copy in, it begins in the next step: the
+            look-up of a long prompt takes time enough for one.
     """
     for at, sequence in enumerate(draft.running):
-        if sequence.loading and draft.load_room != 0:
+        room, size = draft.load_room, draft.config.page_size
+        if not sequence.loading or room == 0:
+            continue
+        if room is None or id_of(sequence) not in came or missing_pages(sequence, sequence.loading, size) <= room:
             draft.running[at] = gone_on(draft, sequence)
 
 

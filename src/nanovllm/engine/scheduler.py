@@ -14,7 +14,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.admission import HELD, admit, fits, may_admit, opens, set_stranded_apart, steps_held
 from nanovllm.engine.decode_pages import EARLY, lacks_pages, may_grow_early, place_decode
 from nanovllm.engine.disk_pages import set_reading_apart
-from nanovllm.engine.draft import Draft, id_of, owed_pages, room_of
+from nanovllm.engine.draft import Draft, id_of, room_of
 from nanovllm.engine.meeting import jump
 from nanovllm.engine.plan import Plan
 from nanovllm.engine.prompt_pages import offer, place_prefill
@@ -55,7 +55,7 @@ def schedule(
     set_reading_apart(draft)
     beside = pool.host is not None and bool(decoding_rows(draft)) and pool.host.loaded_beside(0) is not None
     draft.load_room = 0 if beside else None  # until it is known whether prompts run
-    loading = beside and any(s.loading for s in draft.running)
+    came = set[int]()  # requests that this step admits, and whose pages are on their way
     load_more(draft)
     jump(draft)
     decoding = decoding_rows(draft)
@@ -76,13 +76,14 @@ def schedule(
     while admits and room and may_admit(draft):
         if beside and prefill:
             allow_loads(draft, prefill, num_steps)
-            load_more(draft)  # those that were there before come first
+            load_more(draft, came)  # those that were there before come first
         part = room.without_share() if must_leave_share(draft, room) else room
         admitted = admit(draft, part) if part else None
         if admitted is None:
             break
         sequence, count = admitted
         if sequence.loading:
+            came.add(id_of(sequence))
             continue
         if sequence.todo <= 1:
             chosen.add(id_of(sequence))
@@ -92,9 +93,7 @@ def schedule(
         room = room.after(sequence, max(1, count))
     if beside and not (draft.num_preempted or draft.stuck):
         allow_loads(draft, prefill, num_steps)
-        # The look-up of a long prompt takes time enough for one step, so its pages begin to come in the next one.
-        if loading or owed_pages(draft) <= (draft.load_room or 0):
-            load_more(draft)
+        load_more(draft, came)
     return draft.finish(chosen, prefill)
 
 

@@ -18,7 +18,7 @@ from nanovllm.engine.constrained import Constrained, constrained
 from nanovllm.engine.disk_pages import look_ahead
 from nanovllm.engine.donation import commit_state, enter_with, guarded
 from nanovllm.engine.failures import Attempt, draw, ended, last_output, out_of_pages, outside, recovered, relaxed, step_limits, unsearchable
-from nanovllm.engine.host_copies import begun, copied, copied_ahead, may_land_late
+from nanovllm.engine.host_copies import begin_early, copied, copied_ahead, may_land_late
 from nanovllm.engine.mirrored import mirrored, require_alike
 from nanovllm.engine.output import counted, finish_reason, row_scores, scan_steady
 from nanovllm.engine.plan import Plan
@@ -110,7 +110,7 @@ def _attempted(model: Model, state: EngineState, taken: Taken, attempt: Attempt)
     if isinstance(running := state.running, Steady) and running.holds(state.pool, state.waiting):
         loaded, decoded, ends = _decode(model, state, running.ids, running, state.kv, state.pool)
         return _settle_steady(model, state, running, loaded, decoded, ends)
-    early, limits = begun(state), step_limits(state)
+    early, limits = begin_early(state), step_limits(state)
     plan = schedule(state.pool, tuple(state.running), state.waiting, limits, *_progress(state))
     attempt.plan = plan
     taken.pages.extend(plan.allocated)

@@ -80,9 +80,11 @@ class Begun:
 
     Attributes:
         parts: For each stage the host pages, in order, and the mark after their copies.
+        before: The mark before all of these copies.
     """
 
     parts: tuple[tuple[tuple[int, ...], Any], ...]
+    before: Any
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,7 +140,9 @@ class HostMemory:
         self._out, self._into, (self._stage_aside,) = stages[:2], stages[2:6], stages[6:]
         for each in self._into:
             self._inward.note_use(each.memory)
+        self._aside.note_use(self._stage_aside.memory)
         self._ids_aside = torch.empty(max(self._staged), dtype=torch.int32, device=device)  # so that copies ahead need no memory
+        self._aside.note_use(self._ids_aside)
 
     @property
     def num_at_once(self) -> int:
@@ -156,12 +160,12 @@ class HostMemory:
         """
         self._forget_ended()
         self._inward.hold(self._outward.mark())
-        self._hold_for_ahead(self._inward, held)
-        parts, size = list[tuple[tuple[int, ...], Any]](), self._staged[0]
+        self._hold_for_ahead(self._inward, {*held})
+        before, parts, size = self._inward.mark(), list[tuple[tuple[int, ...], Any]](), self._staged[0]
         for stage, start in zip(self._into, range(0, len(held), size), strict=False):
             part = sorted(held[start : start + size])
             parts.append((tuple(part), self._fetch(self.images[0], part, stage)))
-        return Begun(tuple(parts))
+        return Begun(tuple(parts), before)
 
     def move(self, kv: KVState, moves: Moves, landing: Landing | None = None, begun: Begun | None = None) -> KVState:
         """Donates `kv`. Copy pages out and in, on the engine's stream and the streams of copies. The host waits for nothing.
@@ -177,7 +181,7 @@ class HostMemory:
             The KV memory, in which pages that were copied out may be written from now on.
         """
         self._forget_ended()
-        before = self._outward.mark(), self._inward.mark()
+        before = self._outward.mark(), self._inward.mark() if begun is None else begun.before  # which read no host page that is written now
         self._outward.hold(before[1])
         self._inward.hold(before[0])
         self._hold_for_ahead(self._outward, moves.out, moves.frames_out)
@@ -204,7 +208,7 @@ class HostMemory:
             The KV memory.
         """
         self._forget_ended()
-        self._aside.hold(self._aside.engine_mark())  # which comes after all copies in, for which the engine's stream has waited
+        self._aside.hold(self._aside.engine_mark())  # after all copies in that are used, for which the engine's stream has waited
         self._aside.hold(self._outward.mark())
         for place, (pool, out) in enumerate(zip(kv.pools, (moves.out, moves.frames_out), strict=False)):
             pairs, size = sorted(out.items()), self._staged[place]  # by host page: neighbours are copied at once
@@ -284,7 +288,7 @@ class HostMemory:
         # First those that need the fewest stages to be gathered before, and of these, neighbours in host memory together.
         into.sort(key=lambda pair: (-(-gathered.get(pair[1], 0) // size), ahead.get(pair[1], -1), pair[0]))
         parts = [*(part for part, _ in fetched), *(into[start : start + size] for start in range(0, len(into), size))]
-        # Uploaded at once, and before the copies: each later upload would wait for a copy, and a stage for it.
+        # Uploaded at once, before the copies that have not begun: each later upload would wait for a copy, and a stage for it.
         ids = _ids([page for part in (out, *parts) for _, page in part], pool.device)
         ids_out, ids_in = ids[: len(out)], ids[len(out) :].split([len(part) for part in parts])
         for turn, part in enumerate(parts):

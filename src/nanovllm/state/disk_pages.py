@@ -54,7 +54,7 @@ def read_ahead(
     page_size: int,
     *,
     start: int = 0,
-    num_before: int = 0,
+    before_run: float = 0.0,
     frames: FrameNeeds | None = None,
 ) -> tuple[HostPages, tuple[tuple[int, bytes], ...]]:
     """Reserve host pages for what a request needs from the disk, if it is filled sooner by reading than by running all tokens.
@@ -67,7 +67,7 @@ def read_ahead(
         num_tokens: How many tokens of the request these pages can save.
         page_size: Tokens per page.
         start: The place in the prompt of the first of these pages.
-        num_before: How many prompt tokens the device runs before those of the request.
+        before_run: Seconds for which the device runs the prompts that come first.
         frames: The frames that the request needs with these pages. None: the model has no layers with windows.
 
     Returns:
@@ -84,7 +84,7 @@ def read_ahead(
     count = len(keys) if frames is None else frames.served(len(keys))
     wanted, absent = _needed(keys, count, found, coming, frames)
     saved = min(count * page_size, num_tokens) - first * page_size
-    paces = paces_of(host, page_size, num_before, wanted[first:], start + first)
+    paces = paces_of(host, page_size, before_run, wanted[first:], start + first)
     begin, end = pages_to_load(paces, absent[first:], room) if saved > 0 else (0, 0)
     if frames is not None and 0 < first + end < count:  # what it can begin with there needs the frames of another window
         count = frames.served(first + end)
@@ -107,13 +107,13 @@ def read_ahead(
     return replace(host, used=used, disk=replace(reads, waits=reads.waits.set(request_id, wait))), pairs
 
 
-def paces_of(host: HostPages, page_size: int, num_before: int, wanted: Seq[int] = (), start: int = 0) -> Paces:
-    """How long it takes to fill pages, after `num_before` other prompt tokens and the reads that are under way.
+def paces_of(host: HostPages, page_size: int, before_run: float, wanted: Seq[int] = (), start: int = 0) -> Paces:
+    """How long it takes to fill pages, after the prompts that come first and the reads that are under way.
 
     Args:
         host: The host pages.
         page_size: Tokens per page.
-        num_before: The prompt tokens that the device runs before.
+        before_run: Seconds for which the device runs these prompts.
         wanted: What is needed of each page. Pages with and without frames take their mean time.
         start: The place of the first page in its prompt. The tokens of all pages take their mean time.
     """
@@ -124,7 +124,7 @@ def paces_of(host: HostPages, page_size: int, num_before: int, wanted: Seq[int] 
         run=rates.running(start * page_size, (start + count) * page_size) / count,
         read=each / disk.bytes_per_second,
         copy=each / rates.bytes_per_second,
-        before_run=num_before / rates.tokens_per_second,
+        before_run=before_run,
         before_read=READ_LATENCY + under_way / disk.bytes_per_second,
     )
 

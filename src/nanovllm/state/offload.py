@@ -35,7 +35,7 @@ class Rates:
     """How fast this engine runs prompts and copies pages, as measured at its start.
 
     Attributes:
-        tokens_per_second: Prompt tokens that it runs per second, without much context.
+        tokens_per_second: Prompt tokens that it runs per second, as if none had a context.
         bytes_per_second: Bytes that it copies from host memory per second.
         step_seconds: Seconds of a decode step in which copies go on beside it. Infinity: pages are copied all at once.
         context_doubling: The tokens of context with which a prompt token takes twice as long as without. Infinity: context costs nothing.
@@ -47,7 +47,7 @@ class Rates:
     context_doubling: float = math.inf
 
     def running(self, start: int, stop: int) -> float:
-        """Seconds in which the tokens of a prompt from place `start` to `stop` run, which is not included."""
+        """Seconds in which the tokens of a prompt from place `start` on run, up to the one before place `stop`."""
         return (stop - start) * (1 + (start + stop) / 2 / self.context_doubling) / self.tokens_per_second
 
 

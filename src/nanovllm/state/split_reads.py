@@ -103,5 +103,5 @@ def tokens_to_meeting(host: HostPages, wait: Wait, num_filled: int, page_size: i
 
 def least_tokens(host: HostPages, num_filled: int, page_size: int) -> int:
     """How many tokens after those that are filled a pass runs at least, if it runs part of a prompt: up to the end of a page."""
-    least = int(PASS * host.rates.tokens_per_second)
+    least = int(PASS / host.rates.running(num_filled, num_filled + 1))
     return -(-(num_filled + least) // page_size) * page_size - num_filled

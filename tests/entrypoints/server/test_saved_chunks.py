@@ -1,6 +1,7 @@
 """Files of chunks are written and read beside the steps: requests go on, errors are told, and nothing is left behind."""
 
 import errno
+import math
 import os
 import sys
 import threading
@@ -330,7 +331,7 @@ def test_kept_chunks_come_back_at_the_next_start(
 def test_a_server_with_windows_has_its_chunks_and_its_prompts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, windows: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr(host_memory, "tokens_per_second", lambda model, limits, executor, kv, *_: (1.0, kv))  # so that it always reads
+    monkeypatch.setattr(host_memory, "prompt_rates", lambda model, limits, executor, kv, *_: (1.0, math.inf, kv))  # so that it always reads
     (chunks := tmp_path / "chunks").mkdir()
     settings = Settings(shutdown_seconds=1.0, chunk_dir=chunks, keep_chunks=True, max_chunks=4)
     kept = {"host_kv_gib": 0.01, "kv_dir": tmp_path / "kv", "kv_dir_gib": 0.01}

@@ -3,6 +3,7 @@
 `chunks.py` has faults in functions on chunks, `cascade.py` in cascade attention, and `windows.py` in sliding windows.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -76,6 +77,8 @@ def find(machine: type[RuleBasedStateMachine], *, max_examples: int, rules: int 
     try:
         run_state_machine_as_test(machine, settings=chosen)
     except Exception as failure:  # any consequence of the fault: a mismatch, a broken invariant, an index out of range
+        if isinstance(failure, TypeError) and re.search(r"<locals>\.(faulty|<lambda>)\(\) (takes|got|missing)", str(failure)):
+            raise  # the fault itself was called in a way that it does not know
         return failure
     return None
 

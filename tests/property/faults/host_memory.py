@@ -60,8 +60,8 @@ def _keeps_without_copies(keep_ahead):
 
 
 def _copies_in_before_out(move):
-    def faulty(memory, kv, moves, landing=None):
-        return move(memory, move(memory, kv, Moves(into=moves.into), landing), Moves(out=moves.out))
+    def faulty(memory, kv, moves, *more):
+        return move(memory, move(memory, kv, Moves(into=moves.into), *more), Moves(out=moves.out))
 
     return faulty
 
@@ -101,8 +101,8 @@ def _hashes_only_its_node(tokens_before):
 
 
 def _fills_one_page_too_many(find):
-    def faulty(host, tokens, start, page_size, namespace=0, num_held=0):
-        found = find(host, tokens, start, page_size, namespace, num_held)
+    def faulty(host, tokens, start, page_size, *more, **options):
+        found = find(host, tokens, start, page_size, *more, **options)
         others = [at for at in sorted(host.key_of) if at not in found]
         return [*found, others[0]] if found and others and (start + len(found) + 1) * page_size <= len(tokens) else found
 

@@ -1,6 +1,6 @@
 """Copies between the device and host memory that are made as late as they may be, and that fail when a machine says so."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -70,6 +70,12 @@ class FlakyHostMemory(HostMemory):
     def move(self, kv: KVState, moves: Moves, landing: Landing | None = None, begun: Begun | None = None) -> KVState:
         """Copy pages out, then in, or raise `PlantedError`."""
         return self._executor._run(lambda: super(FlakyHostMemory, self).move(kv, moves, landing, begun))
+
+    def begin(self, held: Sequence[int]) -> Begun:
+        """Begin copies, or raise `PlantedError`. These copies take no memory of the device, so they never run out of it."""
+        if isinstance(self._executor.error, torch.OutOfMemoryError):
+            return super().begin(held)
+        return self._executor._run(lambda: super(FlakyHostMemory, self).begin(held))
 
     def move_ahead(self, kv: KVState, moves: Moves) -> KVState:
         """Copy pages ahead, or raise `PlantedError`. These copies take no memory of the device, so they never run out of it."""
