@@ -48,6 +48,7 @@ def look_ahead(state: EngineState, taken: Taken) -> EngineState:
     disk.looked_at = None, None  # until all have been looked up
     state, mesh = _with(state, disk, ended), mesh_of(state)
     host = state.pool.host
+    assert host is not None
     size, before = state.config.page_size, sum(host.rates.running(s.num_filled, s.tokens.length) for s in _prompts(state))
     for sequence in _next(state) if fresh else ():
         assert host is not None and host.disk is not None
