@@ -2,11 +2,11 @@
 
 import math
 import re
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nanovllm as nv
@@ -77,18 +77,20 @@ def test_prompts_that_take_longer_or_shorter_than_context_tells_have_rates_too(e
     assert rates.tokens_per_second == pytest.approx(rate) and 1e3 * rates.running(0, 256) == pytest.approx(each(256))
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.integers(2, 20_000), st.floats(0.001, 1.0), st.floats(10.0, 1e6), st.floats(0.97, 1.03))
 def test_a_measurement_that_is_a_little_wrong_moves_long_prompts_by_little(most, each, doubling, wrong):
     """Of a step that holds any number of tokens: prompts of four times the tokens are at most a quarter off."""
 
     def milliseconds(model, executor, kv, pool, context, count, seconds=0.0):
-        return each * count * (1 + count / 2 / doubling) * (wrong if asked else 1.0), asked.append(count)
+        asked.append(count)
+        return each * count * (1 + count / 2 / doubling) * (wrong if len(asked) == 2 else 1.0), kv
 
-    asked = list[int]()
-    limits = SimpleNamespace(max_model_len=10**6, page_size=16, max_num_batched_tokens=most)
+    asked, state = list[int](), engine()
+    limits = replace(state.config, max_num_batched_tokens=most)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefill_rate, "_milliseconds", milliseconds)
-        rate, found, _ = prefill_rate.prompt_rates(*[None, limits, None, None, SimpleNamespace(num_available=10**5)], 4096)
+        rate, found, _ = prefill_rate.prompt_rates(MODEL, limits, state.runtime.executor, state.kv, state.pool, 4096)
     assert asked == [min(4096, most // 2), 2 * min(4096, most // 2)]
     rates, length = Rates(tokens_per_second=rate, bytes_per_second=1.0, context_doubling=found), 8 * asked[0]
     assert 1e3 * rates.running(0, length) == pytest.approx(each * length * (1 + length / 2 / doubling), rel=0.25)
