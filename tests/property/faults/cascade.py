@@ -15,26 +15,26 @@ from tests.property.faults.engine import Fault
 
 
 def _keeps_the_old_plan(refresh):
-    def faulty(self, carry, rows):
+    def faulty(self, *arguments, **options):
         plan = self._plan
-        batch = refresh(self, carry, rows).batch
+        carry = refresh(self, *arguments, **options)
         self._plan = plan
-        return replace(carry, batch=replace(batch, plan=0 if plan is None else plan.handle))
+        return replace(carry, batch=replace(carry.batch, plan=0 if plan is None else plan.handle))
 
     return faulty
 
 
 def _follows_their_plan(begin):
-    def faulty(self, model, kv, rows, ticket):
-        carry = begin(self, model, kv, rows, ticket)
+    def faulty(self, *arguments, **options):
+        carry = begin(self, *arguments, **options)
         return carry if self._plan is None else replace(carry, batch=replace(carry.batch, plan=self._plan.handle))
 
     return faulty
 
 
 def _lets_plans_go_at_once(begin):
-    def faulty(self, model, kv, rows, ticket):
-        carry = begin(self, model, kv, rows, ticket)
+    def faulty(self, model, kv, rows, ticket, *more, **options):
+        carry = begin(self, model, kv, rows, ticket, *more, **options)
         self.end(ticket)
         return carry
 
@@ -53,8 +53,8 @@ def _shares_the_last_page(decode):
 
 
 def _weighs_in_another_base(attend_part):
-    def faulty(*args):
-        out, lse = attend_part(*args)
+    def faulty(*args, **options):
+        out, lse = attend_part(*args, **options)
         return out, lse / cascade.LOG2E
 
     return faulty
@@ -81,8 +81,8 @@ def _fault(name, faulty, *targets, machine, draw=0):
 
 CASCADE_FAULTS: tuple[Fault, ...] = (
     _fault("an old plan after pages grew", _keeps_the_old_plan, (EagerExecutor, "refresh"), machine=CascadeMachine),
-    _fault("a session on the plan of the requests", _follows_their_plan, (EagerExecutor, "begin"), machine=CascadeMachine),
-    _fault("a plan deleted before its session ends", _lets_plans_go_at_once, (EagerExecutor, "begin"), machine=CascadeMachine),
+    _fault("a session on the plan of the requests", _follows_their_plan, (EagerExecutor, "begin"), machine=CascadeMachine, draw=7),
+    _fault("a plan deleted before its session ends", _lets_plans_go_at_once, (EagerExecutor, "begin"), machine=CascadeMachine, draw=2),
     _fault("shared pages that some queries see in part", _shares_up_to_the_end, (CascadePolicy, "prompts"), machine=CascadeChunkMachine),
     _fault("the last page of rows shared", _shares_the_last_page, (CascadePolicy, "decode"), machine=CascadeMachine),
     _fault("parts weighed in another base", _weighs_in_another_base, (cascade, "attend_part"), machine=ModelChunkMachine, draw=1),

@@ -119,25 +119,26 @@ def _shares_a_page_that_is_written(reserve_or_require):
     return writes_without_copy(reserve_or_require) if reserve_or_require.__name__ == "reserve" else lambda pages, written: None
 
 
-def _shares_the_page_where_they_meet(joined):
-    def faulty(sources, tokens, page_size):
-        made, first = joined(sources, tokens, page_size), sources[0]
-        if first.gaps or len(first) % page_size == 0:
+def _shares_the_page_where_they_meet(joined_or_move):
+    def joined(sources, *more, **options):
+        made, first = joined_or_move(sources, *more, **options), sources[0]
+        if first.gaps or len(first.pages) == len(made.head):
             return made
-        head = first.pages.array(0, len(made.head) + 1)
-        skipped = len(first) - made.start
-        return replace(
-            made, head=head, num_fresh=made.num_fresh - 1, start=len(first), source=made.source[skipped:], shift=made.shift[skipped:]
-        )
+        return replace(made, head=first.pages.array(), num_fresh=made.num_fresh - 1)
 
-    return faulty
+    def move(model, state, layout, fresh):
+        shared = layout.head[layout.start // state.config.page_size :].tolist()  # its own tokens are copied to where they are
+        joined_or_move(model, state, layout, (*shared, *fresh))
+
+    return joined if joined_or_move.__name__ == "joined" else move
 
 
 def _writes_the_last_token_again(decode_batch):
-    def faulty(rows, *, page_size, dummy_page):
-        last = [len(row.tokens) - 1 for row in rows]
-        slots = [row.pages[at // page_size] * page_size + at % page_size for row, at in zip(rows, last, strict=True)]
-        return replace(decode_batch(rows, page_size=page_size, dummy_page=dummy_page), slots=np.array(slots, np.int32))
+    def faulty(rows, *, page_size, **options):
+        made = decode_batch(rows, page_size=page_size, **options)
+        tables, last = made.page_tables, made.seq_lens - 1
+        pages = tables[np.arange(len(rows)), np.minimum(last // page_size, tables.shape[1] - 1)]
+        return replace(made, slots=pages * page_size + last % page_size)
 
     return faulty
 
@@ -154,7 +155,7 @@ def _calls_all_exact(num_exact):
 
 
 def _inherits_no_label(begin_sequence):
-    return lambda *args: replace(begin_sequence(*args), provenance=EXACT)
+    return lambda *args, **options: replace(begin_sequence(*args, **options), provenance=EXACT)
 
 
 def _calls_what_is_cut_exact(cut):
@@ -162,7 +163,10 @@ def _calls_what_is_cut_exact(cut):
 
 
 def _keeps_the_label_of_what_it_left(restart):
-    return lambda sequence, pages, num_filled: sequence.with_pages(pages, num_filled)
+    def faulty(sequence, *arguments, **options):
+        return replace(restart(sequence, *arguments, **options), provenance=sequence.provenance, exact_len=sequence.exact_len)
+
+    return faulty
 
 
 # Eviction
@@ -194,12 +198,16 @@ def _believes_the_head(require):
 
 
 def _shifts_tokens_of_other_pages(load):
-    def faulty(model, state, fd, path):
+    scatter = chunk_file._scatter
+
+    def shifted(kv, places, rows, *more, **options):
+        scatter(kv, places, rows.roll(1, 0), *more, **options)
+
+    def faulty(model, state, fd, path, *more, **options):
         if chunk_file.decode(model, fd, path).page_size == state.config.page_size:
-            return load(model, state, fd, path)
-        scatter = chunk_file._scatter
-        with patch.object(chunk_file, "_scatter", lambda pool, rows, *args: scatter(pool, rows.roll(1, 0), *args)):
-            return load(model, state, fd, path)
+            return load(model, state, fd, path, *more, **options)
+        with patch.object(chunk_file, "_scatter", shifted):
+            return load(model, state, fd, path, *more, **options)
 
     return faulty
 
@@ -234,7 +242,7 @@ CHUNK_FAULTS: tuple[Fault, ...] = (
     _fault("tokens recomputed after approximate tokens", _runs_behind_what_is_approximate, (compose, "cut")),
     _fault("a fork that counts no owner", _counts_no_owner, (chunks, "cut_live")),
     _fault("a page of a truncated chunk written", _shares_a_page_that_is_written, (fill, "reserve"), (fill, "require_writable")),
-    _fault("a partly filled page shared by a composed chunk", _shares_the_page_where_they_meet, (compose, "joined")),
+    _fault("a partly filled page shared by a composed chunk", _shares_the_page_where_they_meet, (compose, "joined"), (compose, "_move")),
     _fault("the last token of a chunk written again", _writes_the_last_token_again, (eager, "decode_batch")),
     _fault("a chunk released twice", _accepts_released, (chunks, "require_live")),
     _fault("a released chunk composed", _accepts_released, (compose, "require_live")),

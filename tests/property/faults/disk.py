@@ -128,7 +128,7 @@ def _takes_what_is_still_being_read(gone_on):
 
 
 def _skips_missing_pages(gone_on):
-    def every(host, tokens, start, page_size, namespace, num_indexed):
+    def every(host, tokens, start, page_size, namespace=0, *more, **options):
         keys = keys_from(tokens, start, page_size, namespace)
         return [at for key in keys if (at := host.by_key.get(key)) is not None]
 

@@ -42,7 +42,7 @@ def _counts_needs_once(retire):
 
 
 def _keeps_what_has_no_frames(made_way):
-    return lambda held, frames, tokens, pages: held
+    return lambda held, *more, **options: held
 
 
 # Retired pages and reused prefixes
@@ -57,8 +57,8 @@ def _as_if_the_last_did_not_run_again(num_retired):
 
 
 def _overlooks_holes(reusable):
-    def faulty(held, tokens, *, whole):
-        matched = pool.match(held, tokens)
+    def faulty(held, tokens, *, whole, **options):
+        matched = pool.match(held, tokens, **options)
         return matched, 0 if whole or not len(matched) else len(matched)
 
     return faulty
