@@ -1365,6 +1365,11 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *bugs(
         "engine/failures.py",
+        ("tests/property/test_planted_faults.py",),
+        ("copies that find no memory end the call", "(num_tokens > 0 or len(copying) > 0)", "num_tokens > 0"),
+    ),
+    *bugs(
+        "engine/failures.py",
         REQUEST_ERRORS,
         ("a budget that is lowered by one token only", "budget = max(1, num_tokens // 2 + (", "budget = max(1, num_tokens - 1 + ("),
         (

@@ -11,7 +11,7 @@ from tests.property.faults.disk_windows import DISK_WINDOW_FAULTS
 from tests.property.faults.engine import FAULTS, Fault, find, planted
 from tests.property.faults.failures import FAILURE_FAULTS
 from tests.property.faults.host_memory import HOST_FAULTS
-from tests.property.faults.host_windows import HOST_WINDOW_FAULTS
+from tests.property.faults.host_windows import HOST_WINDOW_FAULTS, FailedSteps
 from tests.property.faults.windows import WINDOW_FAULTS
 
 pytestmark = pytest.mark.unhooked  # the import hook's checks would double the minutes that these tests take
@@ -39,3 +39,8 @@ def test_machine_finds(fault: Fault, untyped: None):
         failure = next((found for draw, count in tries if (found := find(fault.machine, max_examples=count, draw=draw)) is not None), None)
     assert failure is not None, f"{fault.machine.__name__} did not find {fault.name}"
     assert not isinstance(failure, Flaky), failure
+
+
+def test_a_step_that_only_copies_pages_in_ends_its_requests_if_the_device_has_no_memory(untyped: None):
+    """Draw 2 has a request that copies pages in, and for which there is no room afterwards: the step runs no token of anybody."""
+    assert find(FailedSteps, max_examples=20, draw=2) is None

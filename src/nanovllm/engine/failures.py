@@ -79,7 +79,9 @@ def recovered(model: Model, state: EngineState, error: Exception, attempt: Attem
     others = 0 if plan is None else _num_tokens(plan.prefill, plan.decode) - num_tokens
     culprit = next((note for one in chain(error) for note in reversed(getattr(one, "__notes__", ())) if isinstance(note, Culprit)), None)
     budget, stats, kind, failed, message = state.token_budget, state.stats, RequestFailedError, list[Sequence](), ""
-    if short := num_tokens > 0 and out_of_memory(error) and not culprit:
+    # A step may run no token, and only copy pages in.
+    copying = [] if plan is None or num_tokens + others else [*plan.stuck, *(s for s in plan.running if s.loading)]
+    if short := (num_tokens > 0 or len(copying) > 0) and out_of_memory(error) and not culprit:
         several = runtime_of(state).mirror is not None or (model.config.mesh is not None and model.config.mesh.size > 1)
         if several and not any(isinstance(one, SharedShortage) for one in chain(error)):
             return None  # other ranks may have had enough memory, and run the step as it was
@@ -87,8 +89,8 @@ def recovered(model: Model, state: EngineState, error: Exception, attempt: Attem
         if num_tokens + others > 1:  # rows that decode come first in a budget, so a step that fails in them runs no prompt next
             budget = max(1, num_tokens // 2 + (others if attempt.stage == "prefill" else 0))
         else:
-            failed, kind = [*(s for s, _ in prompts), *decoding], OutOfPagesError
-            message = "the device has no memory for even one of its tokens"
+            failed, kind = [*(s for s, _ in prompts), *decoding, *copying], OutOfPagesError
+            message = f"the device has no memory for {'copies of its pages' if copying else 'even one of its tokens'}"
     elif culprit:
         rows = [*(s for s, count in prompts if count == s.todo), *decoding]
         theirs = [s for s in rows if culprit.processor is None or s.request.process_logits == culprit.processor]
