@@ -1365,7 +1365,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *bugs(
         "engine/failures.py",
-        ("tests/property/test_planted_faults.py",),
+        ("tests/property/test_planted_faults.py::test_a_step_that_only_copies_pages_in_ends_its_requests_if_the_device_has_no_memory",),
         ("copies that find no memory end the call", "(num_tokens > 0 or len(copying) > 0)", "num_tokens > 0"),
     ),
     *bugs(
