@@ -1,8 +1,8 @@
 """Keys of pages that outlive the prefix index: a digest of the namespace and of all tokens up to the end of a page.
 
 The index finds a page by the page before it, which may be gone when the page's KV is looked up in host memory. A digest of 32 bytes
-commits to the whole prefix instead. It is cheap: the 1,024 keys of a prompt of 16,384 tokens take less than
-a millisecond.
+commits to the whole prefix instead. It is cheap: the 1,024 keys of a prompt of 16,384 tokens take less
+than a millisecond.
 """
 
 from collections.abc import Iterator
