@@ -2,6 +2,7 @@
 
 import math
 import re
+import time
 from dataclasses import replace
 
 import pytest
@@ -13,8 +14,9 @@ import nanovllm as nv
 from nanovllm.config import Mesh
 from nanovllm.engine import prefill_rate
 from nanovllm.engine import step as step_module
-from nanovllm.errors import InvalidRequestError, OutOfPagesError
+from nanovllm.errors import EngineDeadError, InvalidRequestError, OutOfPagesError
 from nanovllm.executor.agreed_memory import SharedShortage
+from nanovllm.executor.eager import EagerExecutor
 from nanovllm.ops.distributed.in_process import run_ranks
 from nanovllm.state.engine_state import EngineState
 from nanovllm.state.offload import Rates
@@ -121,6 +123,27 @@ def test_a_rank_that_alone_lacks_memory_does_not_go_on_without_the_others():
         raise torch.OutOfMemoryError
     for rank, told in enumerate(run_ranks(run, 2)):
         assert told == f"rank {rank} has too little memory for the prompt that is measured at the start: planted"
+
+
+def test_the_others_do_not_wait_for_a_rank_that_alone_lacks_memory(monkeypatch):
+    """It runs out in the middle of the measured prompt, while the other one waits for its part of a sum."""
+    prefill = EagerExecutor.prefill
+
+    def failing(executor, model, *given, **named):
+        if model.config.mesh.rank == 1:
+            raise torch.OutOfMemoryError("planted")
+        return prefill(executor, model, *given, **named)
+
+    def run(mesh: Mesh) -> str:
+        with pytest.raises((OutOfPagesError, EngineDeadError)) as caught:
+            nv.init_state(random_model(heads, dtype="float64", mesh=mesh), num_pages=8, page_size=4, host_kv_gib=1 / 1024)
+        return str(caught.value)
+
+    heads, begun = tiny_config(num_heads=2, num_kv_heads=2), time.perf_counter()
+    monkeypatch.setattr(EagerExecutor, "prefill", failing)
+    one, two = run_ranks(run, 2, seconds=30.0)
+    assert time.perf_counter() - begun < 20.0, "it was released by the end of its patience"
+    assert "a rank has gone" in one and two.startswith("rank 1 has too little memory for the prompt that is measured at the start")
 
 
 @pytest.mark.parametrize("fits", [0, 1])

@@ -16,7 +16,7 @@ from nanovllm.config import EngineConfig, Mesh
 from nanovllm.engine.prompt_room import LEAST
 from nanovllm.errors import InvalidRequestError, OutOfPagesError
 from nanovllm.executor.agreed_memory import SharedShortage
-from nanovllm.executor.distributed import agreed
+from nanovllm.executor.distributed import agreed, left
 from nanovllm.executor.executor import Executor
 from nanovllm.models.model import Model
 from nanovllm.sampling.params import SamplingParams
@@ -150,6 +150,7 @@ def _shared(mesh: Mesh | None) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         if mesh is None or mesh.size == 1 or any(isinstance(one, SharedShortage) for one in chain(error)):
             raise
+        left(mesh)  # the others may wait in the middle of the pass
         raise OutOfPagesError(f"rank {mesh.rank} has too little memory for the prompt that is measured at the start: {error}") from error
 
 
