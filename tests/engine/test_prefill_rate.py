@@ -68,7 +68,7 @@ def test_host_memory_knows_what_context_costs(monkeypatch):
     count = asked[0][1]
     assert asked[:2] == [(0, count), (0, 2 * count)]
     assert rates.tokens_per_second == pytest.approx(50_000) and rates.context_doubling == pytest.approx(1000)
-    assert 1e3 * rates.running(0, 5 * count) == pytest.approx(0.02 * 5 * count * (1 + 5 * count / 2 / 1000))
+    assert 1e3 * rates.seconds_to_run(0, 5 * count) == pytest.approx(0.02 * 5 * count * (1 + 5 * count / 2 / 1000))
 
 
 @pytest.mark.parametrize(("each", "rate"), [(lambda count: 1.0, 256 / 1e-3), (lambda count: 1e-3 * count**3, 4e3 / (1e-3 * 128**2))])
@@ -76,7 +76,7 @@ def test_prompts_that_take_longer_or_shorter_than_context_tells_have_rates_too(e
     """The time does not grow with the tokens, or it grows more than context would make it. What was measured for the longer one holds."""
     monkeypatch.setattr(prefill_rate, "_milliseconds", lambda model, executor, kv, pool, context, count, seconds=0.0: (each(count), kv))
     rates = rates_of(engine(host_kv_gib=1 / 1024))
-    assert rates.tokens_per_second == pytest.approx(rate) and 1e3 * rates.running(0, 256) == pytest.approx(each(256))
+    assert rates.tokens_per_second == pytest.approx(rate) and 1e3 * rates.seconds_to_run(0, 256) == pytest.approx(each(256))
 
 
 @settings(deadline=None, max_examples=50)
@@ -95,7 +95,7 @@ def test_a_measurement_that_is_a_little_wrong_moves_long_prompts_by_little(most,
         rate, found, _ = prefill_rate.prompt_rates(MODEL, limits, state.runtime.executor, state.kv, state.pool, 4096)
     assert asked == [min(4096, most // 2), 2 * min(4096, most // 2)]
     rates, length = Rates(tokens_per_second=rate, bytes_per_second=1.0, context_doubling=found), 8 * asked[0]
-    assert 1e3 * rates.running(0, length) == pytest.approx(each * length * (1 + length / 2 / doubling), rel=0.25)
+    assert 1e3 * rates.seconds_to_run(0, length) == pytest.approx(each * length * (1 + length / 2 / doubling), rel=0.25)
 
 
 @pytest.mark.parametrize(("limits", "counts"), [({"num_pages": 8}, [63, 126]), ({"max_num_batched_tokens": 100}, [50, 100])])

@@ -196,7 +196,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("lost host pages are found", "[at for at in lost if at in host.key_of]", "[]"),
         ("context costs nothing", "(1 + (start + stop) / 2 / self.context_doubling)", "1"),
         ("the first tokens have the context of the last", "(start + stop) / 2 /", "stop /"),
-        ("copies that take longer are made", "< rates.running(", "< 2 * rates.running("),
+        ("copies that take longer are made", "< rates.seconds_to_run(", "< 2 * rates.seconds_to_run("),
     ),
     *bugs(
         "state/moved_chunks.py",
@@ -239,8 +239,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/state/test_split_reads.py",),
         (
             "pages run as if they came first",
-            "rates.running(start * page_size, (start + count) * page_size)",
-            "rates.running(0, count * page_size)",
+            "rates.seconds_to_run(start * page_size, (start + count) * page_size)",
+            "rates.seconds_to_run(0, count * page_size)",
         ),
     ),
     *bugs(

@@ -42,9 +42,9 @@ def test_a_copy_is_worth_it_if_it_takes_less_time_than_the_tokens():
 
 def test_tokens_with_context_take_longer_and_are_sooner_worth_a_copy():
     rates = replace(RATES, context_doubling=500.0)
-    assert RATES.running(0, 1000) == RATES.running(1000, 2000) == 1.0
-    assert rates.running(0, 1000) == pytest.approx(2.0)  # on average a token has a context of 500 tokens
-    assert rates.running(0, 400) + rates.running(400, 1000) == pytest.approx(2.0)
+    assert RATES.seconds_to_run(0, 1000) == RATES.seconds_to_run(1000, 2000) == 1.0
+    assert rates.seconds_to_run(0, 1000) == pytest.approx(2.0)  # on average a token has a context of 500 tokens
+    assert rates.seconds_to_run(0, 400) + rates.seconds_to_run(400, 1000) == pytest.approx(2.0)
     assert worth_loading(100, 100_000, rates, start=50) and not worth_loading(100, 100_000, RATES, start=50)
     assert not worth_loading(100, 150_000, rates) and worth_loading(100, 150_000, rates, start=1000)
 

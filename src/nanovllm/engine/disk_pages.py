@@ -49,7 +49,7 @@ def look_ahead(state: EngineState, taken: Taken) -> EngineState:
     state, mesh = _with(state, disk, ended), mesh_of(state)
     host = state.pool.host
     assert host is not None
-    size, before = state.config.page_size, sum((host.rates.running(s.num_filled, s.tokens.length) for s in _prompts(state)), 0.0)
+    size, before = state.config.page_size, sum((host.rates.seconds_to_run(s.num_filled, s.tokens.length) for s in _prompts(state)), 0.0)
     for sequence in _next(state) if fresh else ():
         assert host is not None and host.disk is not None
         rid = id_of(sequence)
@@ -60,7 +60,7 @@ def look_ahead(state: EngineState, taken: Taken) -> EngineState:
             assert host.disk is not None
             taken.host_pages.extend(at for at, _ in pairs)
             disk.read(pairs, host.disk.framed, last_first=host.disk.waits[rid].stop > 0)
-        before += 0.0 if host.disk.holds(rid) else host.rates.running(sequence.num_filled, sequence.tokens.length)
+        before += 0.0 if host.disk.holds(rid) else host.rates.seconds_to_run(sequence.num_filled, sequence.tokens.length)
     state = replace(state, pool=replace(state.pool, host=host))
     if host is not None and host.disk is not None:
         disk.looked_at = state.waiting, host.disk.waits

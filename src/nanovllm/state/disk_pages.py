@@ -121,7 +121,7 @@ def paces_of(host: HostPages, page_size: int, before_run: float, wanted: Seq[int
     each = sum(host.bytes_of(part == WHOLE) for part in wanted) / len(wanted) if wanted else host.page_bytes
     under_way = sum(host.bytes_of(at in disk.framed) for at in disk.reading)
     return Paces(
-        run=rates.running(start * page_size, (start + count) * page_size) / count,
+        run=rates.seconds_to_run(start * page_size, (start + count) * page_size) / count,
         read=each / disk.bytes_per_second,
         copy=each / rates.bytes_per_second,
         before_run=before_run,

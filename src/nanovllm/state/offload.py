@@ -46,7 +46,7 @@ class Rates:
     step_seconds: float = math.inf
     context_doubling: float = math.inf
 
-    def running(self, start: int, stop: int) -> float:
+    def seconds_to_run(self, start: int, stop: int) -> float:
         """Seconds in which the tokens of a prompt from place `start` on run, up to the one before place `stop`."""
         return (stop - start) * (1 + (start + stop) / 2 / self.context_doubling) / self.tokens_per_second
 
@@ -179,7 +179,7 @@ def worth_loading(num_tokens: int, num_bytes: int, rates: Rates, start: int = 0)
         >>> worth_loading(16384, 16384 * 112 * 1024, rates), worth_loading(16, 16 * 112 * 1024, rates)
         (True, False)
     """
-    return num_tokens > 0 and LATENCY + num_bytes / rates.bytes_per_second < rates.running(start, start + num_tokens)
+    return num_tokens > 0 and LATENCY + num_bytes / rates.bytes_per_second < rates.seconds_to_run(start, start + num_tokens)
 
 
 def planning(host: HostPages) -> HostPages:

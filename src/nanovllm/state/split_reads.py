@@ -95,7 +95,7 @@ def tokens_to_meeting(host: HostPages, wait: Wait, num_filled: int, page_size: i
     between = wait.start + num_read - next_page  # pages between the next one and those that have come
     if between <= 0 or next_page >= wait.stop or host.disk.now >= wait.until:
         return None
-    run = host.rates.running(num_filled, num_filled + page_size)
+    run = host.rates.seconds_to_run(num_filled, num_filled + page_size)
     read = sum(map(host.bytes_of, under_way)) / max(1, num_read) / host.disk.bytes_per_second
     count = max(1, wait.start - next_page, math.ceil(between * read / (run + read)))
     return max((next_page + count) * page_size - num_filled, least_tokens(host, num_filled, page_size))
@@ -103,5 +103,5 @@ def tokens_to_meeting(host: HostPages, wait: Wait, num_filled: int, page_size: i
 
 def least_tokens(host: HostPages, num_filled: int, page_size: int) -> int:
     """How many tokens after those that are filled a pass runs at least, if it runs part of a prompt: up to the end of a page."""
-    least = int(PASS / host.rates.running(num_filled, num_filled + 1))
+    least = int(PASS / host.rates.seconds_to_run(num_filled, num_filled + 1))
     return -(-(num_filled + least) // page_size) * page_size - num_filled
