@@ -71,12 +71,29 @@ def test_host_memory_knows_what_context_costs(monkeypatch):
     assert 1e3 * rates.seconds_to_run(0, 5 * count) == pytest.approx(0.02 * 5 * count * (1 + 5 * count / 2 / 1000))
 
 
-@pytest.mark.parametrize(("each", "rate"), [(lambda count: 1.0, 256 / 1e-3), (lambda count: 1e-3 * count**3, 4e3 / (1e-3 * 128**2))])
-def test_prompts_that_take_longer_or_shorter_than_context_tells_have_rates_too(each, rate, monkeypatch):
-    """The time does not grow with the tokens, or it grows more than context would make it. What was measured for the longer one holds."""
+@pytest.mark.parametrize(
+    ("each", "rate", "holds"), [(lambda count: 1.0, 256 / 1e-3, 256), (lambda count: 1e-3 * count**3, 4e3 / (1e-3 * 128**2), 128)]
+)
+def test_prompts_that_take_longer_or_shorter_than_context_tells_have_rates_too(each, rate, holds, monkeypatch):
+    """The time does not grow with the tokens: what was measured for the longer prompt holds.
+
+    Or it grows more than context would make it, so the longer one was late: what was measured for the shorter one holds.
+    """
     monkeypatch.setattr(prefill_rate, "_milliseconds", lambda model, executor, kv, pool, context, count, seconds=0.0: (each(count), kv))
     rates = rates_of(engine(host_kv_gib=1 / 1024))
-    assert rates.tokens_per_second == pytest.approx(rate) and 1e3 * rates.seconds_to_run(0, 256) == pytest.approx(each(256))
+    assert rates.tokens_per_second == pytest.approx(rate) and 1e3 * rates.seconds_to_run(0, holds) == pytest.approx(each(holds))
+
+
+@pytest.mark.parametrize("late", [2.0, 10.0, 1000.0])
+def test_one_late_measurement_does_not_make_long_prompts_slower_without_bound(late, monkeypatch):
+    """Context costs nothing, and the longer prompt was late, however much: a prompt of 2,048 tokens counts as 12.25 times as slow."""
+
+    def milliseconds(model, executor, kv, pool, context, count, seconds=0.0):
+        return 0.02 * count * (late if count == 256 else 1.0), kv
+
+    monkeypatch.setattr(prefill_rate, "_milliseconds", milliseconds)
+    rates = rates_of(engine(host_kv_gib=1 / 1024))
+    assert 1e3 * rates.seconds_to_run(0, 2048) == pytest.approx(12.25 * 0.02 * 2048)
 
 
 @settings(deadline=None, max_examples=50)
@@ -182,6 +199,21 @@ def test_a_steady_time_is_the_median_of_the_second_half(monkeypatch):
     for seconds, least in ((0.0, 10), (1.0, 40)):
         found, _ = prefill_rate._milliseconds(MODEL, executor, state.kv, state.pool, 0, 16, seconds)
         assert found == pytest.approx(least)
+
+
+def test_two_late_runs_of_three_do_not_count(monkeypatch):
+    took, now = iter([0.9, 0.3, 0.01]), [0.0]
+
+    def slow(model, kv, rows, frames):
+        now[0] += next(took)
+        return True, kv
+
+    state = engine(num_pages=64)
+    executor = state.runtime.executor
+    monkeypatch.setattr(prefill_rate.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(executor, "prefill", slow)
+    found, _ = prefill_rate._milliseconds(MODEL, executor, state.kv, state.pool, 0, 16)
+    assert found == pytest.approx(10)
 
 
 def test_a_device_on_which_context_costs_nothing(clock, monkeypatch):

@@ -615,7 +615,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "engine/prefill_rate.py",
         PREFILL_RATE,
         ("the replies of a step take no time", "rest = max(0.0, max_step_ms - alone)", "rest = max(0.0, max_step_ms)"),
-        ("the rate without context is that of the prompt", "each - (of_longer - each))", "each)"),
+        ("the rate without context is that of the prompt", "alone = each - (of_longer - each)", "alone = each"),
+        ("a late measurement has no bound", "(2 - 1 / LEAST_ALONE) * each)", "math.inf)"),
         ("a token has the context of the whole prompt", "count * alone / (of", "2 * count * alone / (of"),
         (
             "the context is measured without one",

@@ -27,7 +27,7 @@ from nanovllm.state.pool import Pool
 from nanovllm.state.request import Request, Sequence
 from nanovllm.state.vector import IntVector
 
-REPEATS = 2  # of each measurement, whose least counts: the first one may compile
+REPEATS = 3  # of each measurement, whose least counts: the first one may compile, and another may be late
 STEADY = 0.25  # seconds for which the chosen piece is repeated: a GPU under load lowers its clocks within a few steps
 CONTEXT = 8192  # tokens of context with which a piece is measured again
 MOST_MS = 1e9  # eleven days: whoever wants longer steps wants no bound
@@ -115,10 +115,10 @@ def prompt_rates(
         longer, kv = _milliseconds(model, executor, kv, pool, 0, 2 * count)
     except torch.OutOfMemoryError:
         return 1 / each, math.inf, kv
-    of_longer = longer / (2 * count) / 1e3
+    of_longer = min(longer / (2 * count) / 1e3, (2 - 1 / LEAST_ALONE) * each)  # context makes it less than 2: more was measured late
     if of_longer <= each:
         return 1 / of_longer, math.inf, kv
-    alone = max(each / LEAST_ALONE, each - (of_longer - each))  # each half of the longer prompt makes a token slower by as much
+    alone = each - (of_longer - each)  # each half of the longer prompt makes a token slower by as much
     return 1 / alone, count * alone / (of_longer - alone), kv
 
 
