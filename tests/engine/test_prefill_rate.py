@@ -84,6 +84,27 @@ def test_prompts_that_take_longer_or_shorter_than_context_tells_have_rates_too(e
     assert rates.tokens_per_second == pytest.approx(rate) and 1e3 * rates.seconds_to_run(0, holds) == pytest.approx(each(holds))
 
 
+@pytest.mark.parametrize("window", [32, 128, 200, 4096])
+def test_a_model_of_windows_alone_runs_long_prompts_at_an_even_rate(window, monkeypatch):
+    """Up to the window, each token takes longer than the one before. After 128 tokens more, one takes twice as long.
+
+    The measured prompts have 128 and 256 tokens. Long ones are at most a sixth off, however wide the window is.
+    """
+
+    def milliseconds(model, executor, kv, pool, context, count, seconds=0.0):
+        seen = min(count, window)
+        return 0.02 * (count + seen * (count - seen / 2) / 128), kv
+
+    monkeypatch.setattr(prefill_rate, "_milliseconds", milliseconds)
+    for windows in ((window, window), (window, 0)):
+        model = random_model(tiny_config(vocab_size=50, windows=windows, max_position_embeddings=32768))
+        rates = rates_of(nv.init_state(model, num_pages=64, page_size=16, max_num_batched_tokens=512, host_kv_gib=1 / 1024))
+        for count in (2048, 16384):
+            true, _ = milliseconds(None, None, None, None, 0, count)
+            assert windows[1] == 0 or 1e3 * rates.seconds_to_run(0, count) == pytest.approx(true, rel=1 / 6)
+        assert rates.most_context == (windows[1] or math.inf)
+
+
 @pytest.mark.parametrize("late", [2.0, 10.0, 1000.0])
 def test_one_late_measurement_does_not_make_long_prompts_slower_without_bound(late, monkeypatch):
     """Context costs nothing, and the longer prompt was late, however much: a prompt of 2,048 tokens counts as 12.25 times as slow."""

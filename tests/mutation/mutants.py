@@ -194,8 +194,9 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         ("what was read is replaced first", "once = _array(dict.fromkeys(held[::-1].tolist()))", "once = _array(())"),
         ("lost host pages are found", "[at for at in lost if at in host.key_of]", "[]"),
-        ("context costs nothing", "(1 + (start + stop) / 2 / self.context_doubling)", "1"),
-        ("the first tokens have the context of the last", "(start + stop) / 2 /", "stop /"),
+        ("context costs nothing", "(stop - start + context / self.context_doubling)", "(stop - start)"),
+        ("the first tokens have the context of the last", "self._context(stop) - self._context(start)", "(stop - start) * stop"),
+        ("windows do not bound context", "min(count, self.most_context)", "count"),
         ("copies that take longer are made", "< rates.seconds_to_run(", "< 2 * rates.seconds_to_run("),
     ),
     *bugs(

@@ -49,6 +49,14 @@ def test_tokens_with_context_take_longer_and_are_sooner_worth_a_copy():
     assert not worth_loading(100, 150_000, rates) and worth_loading(100, 150_000, rates, start=1000)
 
 
+@given(st.integers(0, 99), st.integers(0, 99), st.sampled_from([1, 7, 40]), st.sampled_from([0.5, 30.0]))
+def test_the_widest_window_bounds_the_context_of_a_token(start, count, window, doubling):
+    """The time is that of its tokens one by one; a token in the middle of its second has half a token of context more than at its start."""
+    rates = replace(RATES, context_doubling=doubling, most_context=window)
+    each = [(1 + min(at + 0.5, window) / doubling) / 1000 for at in range(start, start + count)]
+    assert rates.seconds_to_run(start, start + count) == pytest.approx(sum(each))
+
+
 @given(st.integers(0, 10**6), st.integers(0, 10**9), st.floats(1, 1e7), st.floats(1, 1e12), st.floats(1, 1e9), st.integers(0, 10**6))
 def test_fewer_bytes_or_more_tokens_or_more_context_never_make_a_copy_less_worth(num_tokens, num_bytes, tokens, size, doubling, start):
     rates = Rates(tokens_per_second=tokens, bytes_per_second=size, context_doubling=doubling)

@@ -39,16 +39,24 @@ class Rates:
         bytes_per_second: Bytes that it copies from host memory per second.
         step_seconds: Seconds of a decode step in which copies go on beside it. Infinity: pages are copied all at once.
         context_doubling: The tokens of context with which a prompt token takes twice as long as without. Infinity: context costs nothing.
+        most_context: The most tokens that a token has as context: the widest window, if every layer has one.
     """
 
     tokens_per_second: float
     bytes_per_second: float
     step_seconds: float = math.inf
     context_doubling: float = math.inf
+    most_context: float = math.inf
 
     def seconds_to_run(self, start: int, stop: int) -> float:
         """Seconds in which the tokens of a prompt from place `start` on run, up to the one before place `stop`."""
-        return (stop - start) * (1 + (start + stop) / 2 / self.context_doubling) / self.tokens_per_second
+        context = self._context(stop) - self._context(start)
+        return (stop - start + context / self.context_doubling) / self.tokens_per_second
+
+    def _context(self, count: int) -> float:
+        """How many tokens of context the first `count` tokens of a prompt have together."""
+        seen = min(count, self.most_context)
+        return seen * (count - seen / 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
