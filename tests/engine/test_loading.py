@@ -1,5 +1,6 @@
 """Prompts that come back from host memory while replies go on: a few pages in each step, beside the replies."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -294,6 +295,25 @@ def test_steps_that_run_prompts_load_as_long_as_a_quarter_of_them_takes(per_step
     assert sum(loads) == PAGES - per_step and sum(map(bool, loads)) > 1
     outputs = drain(MODEL, state)[1]
     assert outputs[rid].token_ids == alone(0) and outputs[new].token_ids == alone(50)
+
+
+@pytest.mark.parametrize(("doubling", "expected"), [(math.inf, [1, 1, 1, 1]), (4.0, [1, 2, 1])])
+def test_prompts_take_longer_after_others_and_leave_time_for_more_pages(doubling, expected):
+    """Of a prompt four tokens run at a time. With context the first ones leave time for 1.5 pages, and those after them for 2.5."""
+    state, _ = replying(engine(1, max_num_batched_tokens=5))
+    host = state.pool.host
+    assert host is not None
+    state = replace(state, pool=replace(state.pool, host=replace(host, rates=replace(host.rates, context_doubling=doubling))))
+    state, _ = submit(MODEL, state, prompt(0), GREEDY)
+    for _ in range(2):
+        state, _ = step(MODEL, state)
+    state, _ = submit(MODEL, state, prompt(50), GREEDY)
+    loads = list[int]()
+    while any(s.loading for s in state.running):
+        before = state.stats.loaded_tokens
+        state, _ = step(MODEL, state)
+        loads.append((state.stats.loaded_tokens - before) // 4)
+    assert loads == expected
 
 
 def test_what_a_long_prompt_leaves_time_for_is_loaded_and_runs_with_it():

@@ -462,7 +462,8 @@ MUTANTS: tuple[Mutant, ...] = (
             "        load_more(draft, came)\n    return",
             "        load_more(draft)\n    return",
         ),
-        ("prompts do not shorten loads", "loaded_beside(sum(prefill.values()))", "loaded_beside(0)"),
+        ("prompts do not shorten loads", "host.loaded_beside(seconds)", "host.loaded_beside(0.0)"),
+        ("prompts beside loads have no context", "seconds_to_run(start, start + count)", "seconds_to_run(0, count)"),
     ),
     *bugs(
         "engine/admission.py",

@@ -53,7 +53,7 @@ def schedule(
     draft = Draft(pool, list(running), waiting, config, expected_reply)
     draft.retire()
     set_reading_apart(draft)
-    beside = pool.host is not None and bool(decoding_rows(draft)) and pool.host.loaded_beside(0) is not None
+    beside = pool.host is not None and bool(decoding_rows(draft)) and pool.host.loaded_beside(0.0) is not None
     draft.load_room = 0 if beside else None  # until it is known whether prompts run
     came = set[int]()  # requests that this step admits, and whose pages are on their way
     load_more(draft)
@@ -145,7 +145,9 @@ def allow_loads(draft: Draft, prefill: Mapping[int, int], num_steps: int) -> Non
     """
     host = draft.pool.host
     assert host is not None
-    allowed, without = host.loaded_beside(sum(prefill.values())), host.loaded_beside(0)
+    prompts = [(s.num_filled, prefill[id_of(s)]) for s in draft.running if id_of(s) in prefill] if prefill else []
+    seconds = sum([host.rates.seconds_to_run(start, start + count) for start, count in prompts], 0.0)
+    allowed, without = host.loaded_beside(seconds), host.loaded_beside(0.0)
     assert allowed is not None and without is not None
     if prefill and allowed < without and num_steps % ALONE:
         allowed = 0

@@ -148,16 +148,16 @@ class HostPages:
         """Whether frames are apart from pages, because some layers have a window and some have none."""
         return 0 < self.frame_bytes < self.page_bytes
 
-    def loaded_beside(self, num_prompt: int) -> int | None:
+    def loaded_beside(self, prompt_seconds: float) -> int | None:
         """The pages that a step in which replies go on may copy in, at least one. None: as many as there are.
 
         Args:
-            num_prompt: The prompt tokens that it runs. Their inputs wait for copies, which get a part of the time that they take.
+            prompt_seconds: Seconds in which its prompts run. Their inputs wait for copies, which get a part of this time. 0: it runs none.
         """
         rates = self.rates
         if rates.step_seconds == math.inf:
             return None
-        seconds = num_prompt / rates.tokens_per_second / BESIDE if num_prompt else rates.step_seconds
+        seconds = prompt_seconds / BESIDE if prompt_seconds else rates.step_seconds
         return max(1, int(rates.bytes_per_second * seconds) // self.page_bytes)
 
     def bytes_of(self, framed: bool) -> int:
