@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from nanovllm.chunks.compose import compose
 from nanovllm.chunks.generate import generate
@@ -183,6 +184,32 @@ def test_a_failed_copy_leaves_the_old_state_usable(monkeypatch):
     state, outputs = drain(MODEL, state)
     check(state)
     assert outputs[rid].token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_a_reply_that_is_stuck_ends_alike_if_the_device_has_no_memory_for_its_pages(short, monkeypatch):
+    """It was preempted after four tokens. A chunk leaves three of its four pages. They come from host memory, and nothing runs beside them.
+
+    It keeps its tokens, as it does where memory is not short.
+    """
+    state = engine(num_pages=5)
+    state, _ = submit(MODEL, state, prompt(2, 13), replace(GREEDY, max_tokens=16))
+    state, rid = submit(MODEL, state, prompt(2, 9), replace(GREEDY, max_tokens=8))
+    while state.running or not state.stats.preemptions:
+        state, _ = step(MODEL, state)
+    state, _ = prefill(MODEL, state, prompt(11, 6))
+    before = state.stats
+
+    def failing(*given):
+        raise torch.OutOfMemoryError("planted")
+
+    if short:
+        monkeypatch.setattr(runtime_of(state).host, "move", failing)
+    state, (out,) = step(MODEL, state)
+    check(state)
+    assert (state.stats.loaded_tokens > before.loaded_tokens) == (not short) == (not state.stats.memory_shortages)
+    assert out.request_id == rid and out.error is None and out.output is not None
+    assert out.output.finish_reason == "length" and out.output.out_of_pages and len(out.output.token_ids) == 4
 
 
 def test_a_request_can_be_cancelled_after_its_pages_were_loaded():

@@ -1369,11 +1369,17 @@ MUTANTS: tuple[Mutant, ...] = (
     *bugs(
         "engine/failures.py",
         ("tests/property/test_planted_faults.py::test_a_step_that_only_copies_pages_in_ends_its_requests_if_the_device_has_no_memory",),
-        ("copies that find no memory end the call", "(num_tokens > 0 or len(copying) > 0)", "num_tokens > 0"),
+        ("copies that find no memory end the call", "(num_tokens > 0 or len(stuck) > 0)", "num_tokens > 0"),
+    ),
+    *bugs(
+        "engine/failures.py",
+        ("tests/engine/test_host_memory.py",),
+        ("a stuck reply ends with an error if its copies fail", "if plan is not None and stuck:", "if False:"),
     ),
     *bugs(
         "engine/failures.py",
         REQUEST_ERRORS,
+        ("a prompt without pages ends by its length", "None if sequence.num_generated else _out_of_pages(sequence, pool)", "None"),
         ("a budget that is lowered by one token only", "budget = max(1, num_tokens // 2 + (", "budget = max(1, num_tokens - 1 + ("),
         (
             "the tokens of the other pass are cut too",
@@ -1402,7 +1408,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "engine/step.py",
         REQUEST_ERRORS,
         ("a failed step loses its first errors", "[*outputs, *more] if outputs else more", "more"),
-        ("a prompt without pages ends by its length", "None if sequence.num_generated else out_of_pages(sequence, plan.pool)", "None"),
     ),
     *bugs(
         "chunks/generate.py",

@@ -79,9 +79,8 @@ def recovered(model: Model, state: EngineState, error: Exception, attempt: Attem
     others = 0 if plan is None else _num_tokens(plan.prefill, plan.decode) - num_tokens
     culprit = next((note for one in chain(error) for note in reversed(getattr(one, "__notes__", ())) if isinstance(note, Culprit)), None)
     budget, stats, kind, failed, message = state.token_budget, state.stats, RequestFailedError, list[Sequence](), ""
-    # A step may run no token, and only copy pages in.
-    copying = [] if plan is None or num_tokens + others else [*plan.stuck, *(s for s in plan.running if s.loading)]
-    if short := (num_tokens > 0 or len(copying) > 0) and out_of_memory(error) and not culprit:
+    stuck = () if plan is None or num_tokens + others else plan.stuck  # of a step that runs no token, and only copies pages
+    if short := (num_tokens > 0 or len(stuck) > 0) and out_of_memory(error) and not culprit:
         several = runtime_of(state).mirror is not None or (model.config.mesh is not None and model.config.mesh.size > 1)
         if several and not any(isinstance(one, SharedShortage) for one in chain(error)):
             return None  # other ranks may have had enough memory, and run the step as it was
@@ -89,8 +88,8 @@ def recovered(model: Model, state: EngineState, error: Exception, attempt: Attem
         if num_tokens + others > 1:  # rows that decode come first in a budget, so a step that fails in them runs no prompt next
             budget = max(1, num_tokens // 2 + (others if attempt.stage == "prefill" else 0))
         else:
-            failed, kind = [*(s for s, _ in prompts), *decoding, *copying], OutOfPagesError
-            message = f"the device has no memory for {'copies of its pages' if copying else 'even one of its tokens'}"
+            failed, kind = [*(s for s, _ in prompts), *decoding, *stuck], OutOfPagesError
+            message = "the device has no memory for even one of its tokens"
     elif culprit:
         rows = [*(s for s, count in prompts if count == s.todo), *decoding]
         theirs = [s for s in rows if culprit.processor is None or s.request.process_logits == culprit.processor]
@@ -109,7 +108,10 @@ def recovered(model: Model, state: EngineState, error: Exception, attempt: Attem
         waiting = waiting.pop(rid) if rid in waiting.items else waiting
         pool, kept = ended(state.pool, state.kept, [sequence])
         state = replace(state, pool=pool, kept=kept, waiting=waiting, running=tuple(s for s in running if s is not sequence))
-        outputs.append(last_output(model, sequence, (), "error", now, request_error(rid, kind, message, error)))
+        if plan is not None and stuck:  # they would have ended without the shortage, too
+            outputs.append(stuck_output(model, sequence, plan.pool, now))
+        else:
+            outputs.append(last_output(model, sequence, (), "error", now, request_error(rid, kind, message, error)))
     return state, outputs, not (short and failed)
 
 
@@ -164,8 +166,13 @@ def ended(pool: Pool, kept: Map[int, Sequence], sequences: Seq[Sequence]) -> tup
     return give_up_together(pool, [sequence for sequence in sequences if not sequence.request.keep]), kept
 
 
-def out_of_pages(sequence: Sequence, pool: Pool) -> NanoVLLMError:
-    """The error of a sequence that can never get pages while the live chunks exist."""
+def stuck_output(model: Model, sequence: Sequence, pool: Pool, now: float) -> StepOutput:
+    """The output of a sequence that can never get more pages while the live chunks exist: it ends with its reply, or with an error."""
+    error = None if sequence.num_generated else _out_of_pages(sequence, pool)
+    return last_output(model, sequence, (), "length", now, error, stuck=True)
+
+
+def _out_of_pages(sequence: Sequence, pool: Pool) -> NanoVLLMError:
     why = f"its {sequence.tokens.length} tokens do not fit, because live chunks leave it only {pool.num_available} of "
     return request_error(_id(sequence), OutOfPagesError, f"{why}{pool.pages.num_pages} pages: release chunks")
 

@@ -17,7 +17,7 @@ from nanovllm.engine.admission import gathering
 from nanovllm.engine.constrained import Constrained, constrained
 from nanovllm.engine.disk_pages import look_ahead
 from nanovllm.engine.donation import commit_state, enter_with, guarded
-from nanovllm.engine.failures import Attempt, draw, ended, last_output, out_of_pages, outside, recovered, relaxed, step_limits, unsearchable
+from nanovllm.engine.failures import Attempt, draw, ended, last_output, outside, recovered, relaxed, step_limits, stuck_output, unsearchable
 from nanovllm.engine.host_copies import begin_early, copied, copied_ahead, may_land_late
 from nanovllm.engine.mirrored import mirrored, require_alike
 from nanovllm.engine.output import counted, finish_reason, row_scores, scan_steady
@@ -285,9 +285,7 @@ def _finish_step(
         outputs.append(last_output(model, grown, (token,), reason, now, failed.get(rid), scored))
         gone.append(grown)
         expected = _expected(expected, grown, state)
-    for sequence in plan.stuck:
-        error = None if sequence.num_generated else out_of_pages(sequence, plan.pool)
-        outputs.append(last_output(model, sequence, (), "length", now, error, stuck=True))
+    outputs += [stuck_output(model, sequence, plan.pool, now) for sequence in plan.stuck]
     pool, kept = ended(pool, state.kept, [*gone, *plan.stuck])
     unused = executor_of(state).take_discarded_count()
     stats = state.stats.add(
