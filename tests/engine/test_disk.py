@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -390,11 +391,38 @@ def test_options_that_are_refused(tmp_path: Path):
     for wrong in (1, "", b"kv"):
         with pytest.raises(InvalidRequestError):
             init_state(MODEL, num_pages=8, host_kv_gib=GIB, kv_dir=wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("file", "it is a file"),
+        ("file/kv", "'{0}/file' is a file"),
+        ("link", "it is a link to a file"),
+        ("nowhere", "it is a link that leads nowhere"),
+        ("loop", "it is a link that leads nowhere"),
+        ("loop/kv", "'{0}/loop' is a link that leads nowhere"),
+        ("with-file", "'{0}/with-file/pages' is a file"),
+        ("with-link", "'{0}/with-link/pages' is a link that leads nowhere"),
+    ],
+)
+def test_what_stands_where_a_folder_is_needed_is_named(tmp_path: Path, name: str, told: str):
     (tmp_path / "file").write_text("")
-    with pytest.raises(InvalidRequestError, match="cannot be used: it is a file, and must be a folder"):
-        init_state(MODEL, num_pages=8, host_kv_gib=GIB, kv_dir=tmp_path / "file")
-    with pytest.raises(InvalidRequestError, match="cannot be used: Not a directory"):
-        init_state(MODEL, num_pages=8, host_kv_gib=GIB, kv_dir=tmp_path / "file" / "kv")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "missing")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for folder in ("with-file", "with-link"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "with-file" / "pages").write_text("")
+    (tmp_path / "with-link" / "pages").symlink_to(tmp_path / "missing")
+    reason = f"kv_dir='{tmp_path / name}' cannot be used: {told.format(tmp_path)}, and must be a folder"
+    with pytest.raises(InvalidRequestError, match=re.escape(reason)):
+        init_state(MODEL, num_pages=8, host_kv_gib=GIB, kv_dir=tmp_path / name)
+
+
+def test_a_folder_whose_name_the_system_refuses_is_refused(tmp_path: Path):
+    with pytest.raises(InvalidRequestError, match="cannot be used: File name too long"):
+        init_state(MODEL, num_pages=8, host_kv_gib=GIB, kv_dir=tmp_path / ("x" * 300))
 
 
 def test_a_folder_that_is_made_is_for_its_own_user_only(tmp_path: Path):

@@ -87,8 +87,7 @@ def _opened(folder: Path, max_bytes: int, page_bytes: int, identity: dict[str, A
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         files = PageFolder(folder / PAGES, max_bytes, page_bytes, identity)
     except OSError as error:
-        reason = "it is a file, and must be a folder" if os.path.isfile(folder) else error.strerror or error
-        failed = InvalidRequestError(f"kv_dir={str(folder)!r} cannot be used: {reason}")
+        failed = InvalidRequestError(f"kv_dir={str(folder)!r} cannot be used: {_in_the_way(folder) or error.strerror or error}")
         failed.__cause__ = error
     (opened,) = least(mesh, [int(files is not None)])
     if failed is not None:
@@ -96,6 +95,15 @@ def _opened(folder: Path, max_bytes: int, page_bytes: int, identity: dict[str, A
     if files is None or not opened:
         raise InvalidRequestError(f"kv_dir={str(folder)!r} cannot be used by another rank of this engine")
     return files
+
+
+def _in_the_way(folder: Path) -> str | None:
+    """What stands where a folder is needed: on the way to `folder`, there, or in it. None if nothing does."""
+    for path in (*reversed(folder.parents), folder, folder / PAGES):
+        if os.path.lexists(path) and not os.path.isdir(path):
+            what = "a file" if not os.path.islink(path) else "a link to a file" if os.path.exists(path) else "a link that leads nowhere"
+            return f"{'it' if path == folder else repr(str(path))} is {what}, and must be a folder"
+    return None
 
 
 def _read_rate(files: PageFolder, num_ranks: int) -> float:
