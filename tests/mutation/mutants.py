@@ -474,7 +474,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "engine/host_copies.py",
         ("tests/engine/test_loading.py",),
         ("replies wait for pages that are copied in", "    return not any(np.isin(", "    return False and not any(np.isin("),
-        ("copies begin of what is on the device", "find(host, tokens, len(matched), size,", "find(host, tokens, 0, size,"),
+        ("copies begin of what is on the device", "find(host, tokens, num_matched, size,", "find(host, tokens, 0, size,"),
         ("copies begin beside replies", "host is None or state.running or", "host is None or"),
         (
             "copies begin of what runs faster",

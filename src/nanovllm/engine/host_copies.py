@@ -38,9 +38,9 @@ def begin_early(state: EngineState) -> Begun | None:
     if first is None or first.num_filled or (host.disk is not None and host.disk.reading):  # it may wait for these reads
         return None
     tokens, namespace = first.tokens.array(), first.request.namespace
-    matched, _ = pools.reusable(pool, tokens, whole=first.request.keep, namespace=namespace)
-    held = offload.find(host, tokens, len(matched), size, namespace, most=memory.num_at_once)
-    filled = len(matched) * size
+    num_matched = len(pools.match(pool, tokens, namespace))
+    held = offload.find(host, tokens, num_matched, size, namespace, most=memory.num_at_once)
+    filled = num_matched * size
     num_tokens = min(filled + len(held) * size, len(tokens) - 1) - filled
     return memory.begin(held) if offload.worth_loading(num_tokens, len(held) * host.page_bytes, host.rates, filled) else None
 

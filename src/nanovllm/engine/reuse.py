@@ -34,8 +34,11 @@ def load_more(draft: Draft, came: Collection[int] = ()) -> None:
         room, size = draft.load_room, draft.config.page_size
         if not sequence.loading or room == 0:
             continue
-        if room is None or id_of(sequence) not in came or missing_pages(sequence, sequence.loading, size) <= room:
-            draft.running[at] = gone_on(draft, sequence)
+        if id_of(sequence) in came:
+            assert room is not None  # only while replies go on
+            if missing_pages(sequence, sequence.loading, size) > room:
+                continue
+        draft.running[at] = gone_on(draft, sequence)
 
 
 def gone_on(draft: Draft, sequence: Sequence) -> Sequence:

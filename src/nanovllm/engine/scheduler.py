@@ -55,7 +55,7 @@ def schedule(
     set_reading_apart(draft)
     beside = pool.host is not None and bool(decoding_rows(draft)) and pool.host.loaded_beside(0.0) is not None
     draft.load_room = 0 if beside else None  # until it is known whether prompts run
-    came = set[int]()  # requests that this step admits, and whose pages are on their way
+    came = set[int]()  # requests that this step has looked up, and that have to load pages
     load_more(draft)
     jump(draft)
     decoding = decoding_rows(draft)

@@ -7,7 +7,8 @@ order the three streams:
 
 - A stage is filled again only after the copy of its last content has ended. There are two for copies out, so that one is filled while
   the other is copied. Four for copies in hold what is copied while the host plans a step.
-- A host page is read only after all earlier copies that write it, and is written only after all earlier copies that read it.
+- A host page is read only after all earlier copies that write it, and is written only after all earlier copies that read it. Copies that
+  began before the plan (`Begun`) may read a host page while the plan writes it: what they have read is then thrown away.
 - Pages that were copied in are scattered only after their copy has ended: the engine's stream waits for the event, and the host does not.
 - A page that is copied out and in is gathered before it is scattered. The copies in are sorted so that they begin while others go out.
 
@@ -181,7 +182,8 @@ class HostMemory:
             The KV memory, in which pages that were copied out may be written from now on.
         """
         self._forget_ended()
-        before = self._outward.mark(), self._inward.mark() if begun is None else begun.before  # which read no host page that is written now
+        # What has begun may read host pages that are written now: none of it is used then.
+        before = self._outward.mark(), self._inward.mark() if begun is None else begun.before
         self._outward.hold(before[1])
         self._inward.hold(before[0])
         self._hold_for_ahead(self._outward, moves.out, moves.frames_out)
