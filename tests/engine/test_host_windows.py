@@ -71,6 +71,15 @@ def test_replies_are_the_same_and_fewer_tokens_are_run(model: Model, kv_dtype):
     assert total == plain.stats.prefill_tokens + plain.stats.reused_tokens
 
 
+@pytest.mark.parametrize("model", [MIXED, ALONE], ids=["mixed", "alone"])
+def test_no_copies_begin_before_the_plan(model: Model, monkeypatch):
+    state = engine(model)
+    monkeypatch.setattr(runtime_of(state).host, "begin", lambda held: pytest.fail(f"copies of {held} began"))
+    for seed in (0, 1, 2, 3, 0):
+        state, _ = reply(model, state, prompt(seed, 29))
+    assert state.stats.loaded_tokens > 0
+
+
 @pytest.mark.parametrize(("length", "num_left"), [(29, 0), (21, 1)])
 def test_only_frames_come_back_to_pages_that_stayed_on_the_device(length: int, num_left: int):
     """A second prompt takes frames of the first one, and none of its pages. Of the window two pages need frames; some have them still."""

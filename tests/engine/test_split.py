@@ -211,6 +211,37 @@ def test_a_busy_device_leaves_all_to_the_disk(folder: Path) -> None:
     assert output.num_cached_tokens == PAGES * PAGE
 
 
+def test_a_prompt_that_runs_keeps_the_device_busy_too(folder: Path) -> None:
+    state, tier = engine(folder, max_num_batched_tokens=PAGE)
+    state, _ = nv.submit(MODEL, state, prompt(3, 60), GREEDY)
+    state, _ = nv.step(MODEL, state)
+    state, rid = nv.submit(MODEL, state, prompt(), GREEDY)
+    state, _ = nv.step(MODEL, state)
+    assert rid in state.waiting.items and len(tier.reads.jobs) == PAGES, "fourteen pages of the other prompt run meanwhile"
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_no_copies_from_host_memory_begin_before_the_plan_while_pages_are_read(
+    folder: Path, reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first request finds its pages in host memory, those of the second one are on disk."""
+    state, tier = engine(folder)
+    for seed in range(20, 27):  # so many that the pages of the first one leave the device
+        state, _ = nv.submit(MODEL, state, prompt(seed, 21), GREEDY)
+        state, _ = drain(MODEL, state)
+    memory, begun = runtime_of(state).host, list[int]()
+    assert memory is not None
+    begin = memory.begin
+    monkeypatch.setattr(memory, "begin", lambda held: begun.extend(held) or begin(held))
+    state, _ = nv.submit(MODEL, state, prompt(20, 21), GREEDY)
+    if reads:
+        state, _ = nv.submit(MODEL, state, prompt(), GREEDY)
+    loaded = state.stats.loaded_tokens
+    state, _ = nv.step(MODEL, state)
+    assert bool(tier.reads.jobs) == reads and len(begun) == (0 if reads else 5)
+    assert state.stats.loaded_tokens - loaded == 5 * PAGE
+
+
 def test_nothing_is_split_where_reads_take_hardly_longer_than_nothing(folder: Path) -> None:
     state, _ = engine(folder)
     host = host_of(state)

@@ -243,6 +243,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "rates.seconds_to_run(start * page_size, (start + count) * page_size)",
             "rates.seconds_to_run(0, count * page_size)",
         ),
+        ("pages of host memory are no context", "before_run, wanted[first:], start + first)", "before_run, wanted[first:], start)"),
     ),
     *bugs(
         "state/disk_pages.py",
@@ -292,6 +293,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ("more is read than there is room for", "loaded = bisect(gone, room) - 1", "loaded = len(gone) - 1"),
         ("a front runs as long as all reads take", "math.ceil(between * read / (run + read))", "between"),
         ("a front stops for reads that are behind it", "if between <= 0 or", "if"),
+        ("a front has no context", "seconds_to_run(num_filled, num_filled + page_size)", "seconds_to_run(0, page_size)"),
+        ("a pass has no context", "seconds_to_run(num_filled, num_filled + 1)", "seconds_to_run(0, 1)"),
     ),
     *bugs(
         "state/disk_pages.py",
@@ -312,6 +315,26 @@ MUTANTS: tuple[Mutant, ...] = (
         "executor/kv_disk.py",
         ("tests/engine/test_split.py",),
         ("the first page of a split is read first", "reversed(order) if last_first else order", "order"),
+    ),
+    *bugs(
+        "engine/host_copies.py",
+        ("tests/engine/test_split.py",),
+        ("copies begin while pages are read", "first.num_filled or (host.disk is not None and host.disk.reading)", "first.num_filled"),
+    ),
+    *bugs(
+        "engine/host_copies.py",
+        ("tests/engine/test_host_windows.py",),
+        ("copies begin in models with windows", "not len(host.by_key) or pool.frames is not None:", "not len(host.by_key):"),
+    ),
+    *bugs(
+        "engine/disk_pages.py",
+        ("tests/engine/test_split.py",),
+        ("prompts that run take no time", "for s in _prompts(state)), 0.0)", "for s in ()), 0.0)"),
+    ),
+    *bugs(
+        "engine/host_pages.py",
+        ("tests/engine/test_loading.py",),
+        ("what has context is loaded as if it came first", "num_bytes, host.rates, sequence.num_filled)", "num_bytes, host.rates)"),
     ),
     *bugs(
         "engine/host_pages.py",
@@ -476,6 +499,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ("replies wait for pages that are copied in", "    return not any(np.isin(", "    return False and not any(np.isin("),
         ("copies begin of what is on the device", "find(host, tokens, num_matched, size,", "find(host, tokens, 0, size,"),
         ("copies begin beside replies", "host is None or state.running or", "host is None or"),
+        ("what has context begins as if it came first", "host.page_bytes, host.rates, filled)", "host.page_bytes, host.rates)"),
+        ("copies begin in another namespace", "first.tokens.array(), first.request.namespace", "first.tokens.array(), 0"),
         (
             "copies begin of what runs faster",
             " if offload.worth_loading(num_tokens, len(held)",

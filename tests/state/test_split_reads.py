@@ -2,15 +2,17 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from immutables import Map
 
+from nanovllm.state import offload
 from nanovllm.state.disk_pages import READ_LATENCY, read_ahead
 from nanovllm.state.disk_reads import DiskReads, Wait
 from nanovllm.state.offload import LATENCY, HostPages, Rates, init_host
-from nanovllm.state.split_reads import GAIN, Paces, pages_to_load, tokens_to_meeting
+from nanovllm.state.split_reads import GAIN, Paces, least_tokens, pages_to_load, tokens_to_meeting
 
 SECONDS = st.sampled_from([1e-6, 1e-4, 1e-3, 5e-3, 2e-2, 1.0])
 PACES = st.builds(Paces, run=SECONDS, read=SECONDS, copy=SECONDS, before_run=st.just(0.0) | SECONDS, before_read=SECONDS)
@@ -86,6 +88,15 @@ def test_pages_with_context_take_longer_to_run_so_fewer_of_them_do(place, ran) -
     assert host.disk.waits[1].start == (place + ran if ran else 0)
 
 
+def test_pages_that_host_memory_has_are_context_of_those_that_are_read() -> None:
+    """Eight pages come after four that are there. On average each takes 2.6 seconds, so two run; if they came first, three would."""
+    host = host_reading()
+    host = replace(host, rates=replace(host.rates, context_doubling=20.0))
+    host, _ = offload.settled(offload.keep(offload.planning(host), np.arange(4, dtype=np.int32), KEYS[3::-1]))
+    host, pairs = read_ahead(host, 1, KEYS[:12], 60, 4)
+    assert host.disk is not None and host.disk.waits[1].start == 4 + 2 and [key for _, key in pairs] == KEYS[6:12]
+
+
 def test_half_of_host_memory_bounds_what_is_read_behind_the_front() -> None:
     host, pairs = read_ahead(host_reading(num_pages=6), 1, KEYS[:8], 40, 4)
     assert [key for _, key in pairs] == KEYS[5:8]
@@ -104,6 +115,8 @@ def test_the_front_runs_until_it_meets_the_reads() -> None:
     assert tokens_to_meeting(half, wait, 8 * 4, 4) == 2 * 4
     assert tokens_to_meeting(half, wait, 11 * 4, 4) == 4
     assert tokens_to_meeting(half, wait, 12 * 4, 4) is None, "what is being read is behind it"
+    slow = replace(host, rates=replace(host.rates, context_doubling=16.0))
+    assert tokens_to_meeting(slow, wait, 8 * 4, 4) == 2 * 4, "a page takes 3.1 seconds after the others, so two of the eight run"
     late = replace(host, disk=replace(host.disk, now=wait.until))
     assert tokens_to_meeting(late, wait, 0, 4) is None, "running all would have ended by now"
 
@@ -115,3 +128,5 @@ def test_a_pass_runs_at_least_some_tokens() -> None:
     host = replace(host, disk=replace(host.disk, reading=Map({5: KEYS[0]}), bytes_per_second=1e15))
     assert tokens_to_meeting(host, wait, 0, 4) == 20
     assert tokens_to_meeting(host, wait, 2, 4) == 22, "up to the end of a page, where models with windows go on"
+    slow = replace(host, rates=replace(host.rates, context_doubling=100.0))
+    assert least_tokens(host, 200, 4) == 20 and least_tokens(slow, 200, 4) == 8, "after 200 others a token takes three times as long"
