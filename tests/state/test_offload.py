@@ -49,7 +49,7 @@ def test_tokens_with_context_take_longer_and_are_sooner_worth_a_copy():
     assert not worth_loading(100, 150_000, rates) and worth_loading(100, 150_000, rates, start=1000)
 
 
-@given(st.integers(0, 99), st.integers(0, 99), st.sampled_from([1, 7, 40]), st.sampled_from([0.5, 30.0]))
+@given(st.integers(0, 99), st.integers(0, 99), st.sampled_from([1.0, 7.0, 40.0]), st.sampled_from([0.5, 30.0]))
 def test_the_widest_window_bounds_the_context_of_a_token(start, count, window, doubling):
     """The time is that of its tokens one by one; a token in the middle of its second has half a token of context more than at its start."""
     rates = replace(RATES, context_doubling=doubling, most_context=window)

@@ -104,7 +104,7 @@ def add_host_memory(
     step, kv = seconds_of_step(model, limits, executor, kv, pool)
     rates = Rates(
         tokens_per_second=tokens, bytes_per_second=copied, step_seconds=min(step, LANDING_BYTES / copied), context_doubling=doubling,
-        most_context=model.config.widest_window if model.config.all_windowed else math.inf,
+        most_context=float(model.config.widest_window) if model.config.all_windowed else math.inf,
     )  # fmt: skip
     return memory, init_host(num_host_pages, page, rates, frame), kv
 
