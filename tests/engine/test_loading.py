@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nanovllm.chunks.prefill import prefill
 from nanovllm.engine import step as steps
 from nanovllm.engine.init_state import init_state
 from nanovllm.engine.requests import cancel, submit, submit_many
@@ -220,6 +221,17 @@ def test_context_makes_copies_worth_while(doubling, loaded, monkeypatch):
     state, _ = submit(MODEL, state, prompt(0), GREEDY)
     state, _ = step(MODEL, state)
     assert done == [("copy", 1)] * loaded + [("plan", 0)] and state.stats.loaded_tokens - before == 4 * loaded
+
+
+def test_no_copies_begin_for_a_request_over_a_chunk(monkeypatch):
+    """It has pages already, and the plan may find others for it."""
+    state = engine(1, late=True)
+    state, chunk = prefill(MODEL, state, prompt(0)[:4])
+    done = fetched(state, monkeypatch)
+    state, rid = submit(MODEL, state, [chunk, prompt(0)[4:]], GREEDY)
+    state, _ = step(MODEL, state)
+    assert done == [("plan", 0)] + [("copy", 1)] * 4
+    assert drain(MODEL, state)[1][rid].token_ids == alone(0)
 
 
 def test_copies_begin_in_the_namespace_of_the_request(monkeypatch):

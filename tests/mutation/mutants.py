@@ -500,6 +500,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("copies begin of what is on the device", "find(host, tokens, num_matched, size,", "find(host, tokens, 0, size,"),
         ("copies begin beside replies", "host is None or state.running or", "host is None or"),
         ("what has context begins as if it came first", "host.page_bytes, host.rates, filled)", "host.page_bytes, host.rates)"),
+        ("copies begin for requests that have pages", "first is None or first.num_filled or", "first is None or"),
         ("copies begin in another namespace", "first.tokens.array(), first.request.namespace", "first.tokens.array(), 0"),
         (
             "copies begin of what runs faster",
