@@ -399,8 +399,12 @@ def test_options_that_are_refused(tmp_path: Path):
     for wrong in (0, -1, float("nan"), "1", True):
         with pytest.raises(InvalidRequestError, match="kv_dir_gib"):
             init_state(MODEL, num_pages=8, host_kv_gib=GIB, kv_dir=tmp_path, kv_dir_gib=wrong)
+    for small in (1e-9, 500 / 2**30):
+        with pytest.raises(InvalidRequestError, match=r"kv_dir_gib=.* is less than one page of 0.0000\d\d GiB: make it larger"):
+            init_state(MODEL, num_pages=8, page_size=4, host_kv_gib=GIB, kv_dir=tmp_path / "small", kv_dir_gib=small)
+    assert not (tmp_path / "small").exists()
     for wrong in (1, "", b"kv"):
-        with pytest.raises(InvalidRequestError):
+        with pytest.raises(InvalidRequestError, match="kv_dir="):
             init_state(MODEL, num_pages=8, host_kv_gib=GIB, kv_dir=wrong)
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidRequestError, match="cannot be used: it is a file, and must be a folder"):

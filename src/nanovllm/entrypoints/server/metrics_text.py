@@ -42,7 +42,7 @@ SPECS = (
     Spec("counter", "offloaded_tokens", "offloaded_tokens", None, "Tokens whose KV was copied to host memory."),
     Spec("counter", "loaded_tokens", "loaded_tokens", None, "Tokens whose KV was copied from host memory."),
     Spec("counter", "read_tokens", "disk_read_tokens", None, "Tokens whose KV was read from the disk."),
-    Spec("gauge", "disk_bytes", "disk_bytes", None, "Bytes of KV in the folder --kv-dir, that of other models and servers included."),
+    Spec("gauge", "disk_bytes", "disk_bytes", None, "Bytes of pages in the folder --kv-dir, other models' included and named chunks not."),
     Spec("counter", "disk_bytes_written", "disk_written_bytes", None, "Bytes of KV that were written to the disk."),
     Spec("counter", "disk_bytes_read", "disk_read_bytes", None, "Bytes of KV that were read from the disk."),
     Spec("counter", "disk_pages_damaged", "disk_damaged_pages", None, "Pages whose file was damaged."),
