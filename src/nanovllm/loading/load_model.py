@@ -114,7 +114,7 @@ def load_model(
     config = fitted(config, target, chosen)
     stored = read_quantisation(read_json(folder / "config.json", required=True), folder)
     if stored is not None and rounding is not None:
-        raise quantised_already(quantization, stored.method)
+        raise quantised_already(rounding, stored.method)
     if fp8_activations:
         require_fp8_weights(rounding, stored=stored is not None)
     how: dict[str, Any] = {"device": target, "dtype": chosen, "progress": progress}

@@ -341,5 +341,9 @@ def test_wrong_options(tmp_path: Path) -> None:
         with pytest.raises(InvalidRequestError, match=message):
             load(folder, **how)
     quantised, _ = folders(tmp_path, ENCODERS["awq"], tiny_config(**SIZES))
-    with pytest.raises(InvalidRequestError, match="quantised already"):
+    with pytest.raises(InvalidRequestError, match=r"quantised already \(awq\): leave it out$"):
         load(quantised, quantization="fp8")
+    with pytest.raises(InvalidRequestError, match="leave it out, and quantize_head too: the head stays as it is"):
+        load(quantised, quantization="fp8", quantize_head=True)
+    with pytest.raises(InvalidRequestError, match="in a checkpoint that is quantised already, the head stays as it is"):
+        load(quantised, quantize_head=True)
