@@ -69,6 +69,17 @@ def open_file(path: Path) -> int:
     return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
+def make_private(folder: Path) -> None:
+    """Make a folder, and the missing ones above it, for their own user only. One that exists stays as it is.
+
+    Raises:
+        OSError: One cannot be made, or is a file.
+    """
+    missing = [each for each in (folder, *folder.parents) if not os.path.isdir(each)]
+    for each in reversed(missing):
+        each.mkdir(mode=0o700, exist_ok=True)
+
+
 def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     """Write a small file to the disk and replace an older one.
 

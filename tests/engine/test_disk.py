@@ -9,6 +9,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from shutil import rmtree
 
 import numpy as np
 import pytest
@@ -237,23 +238,35 @@ def test_damaged_and_missing_files_are_run_instead(tmp_path: Path):
     assert state.stats.read_tokens == 0 and not state.pool.host.disk.reading
 
 
-def test_a_full_disk_is_counted_and_left_alone_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_is_counted_told_of_once_and_left_alone_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
     state = engine(tmp_path)
 
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "pwritev", full)
-    state, output = reply(state, prompt(0))
-    assert output.error is None and flush_kv(state)
-    disk = runtime_of(state).disk
-    assert 1 <= disk.counts.errors <= 2 and disk.counts.pages_written == 0 and disk.counts.pages_dropped >= 4
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", full)
+        state, output = reply(state, prompt(0))
+        assert output.error is None and flush_kv(state)
+        disk = runtime_of(state).disk
+        assert 1 <= disk.counts.errors <= 2 and disk.counts.pages_written == 0 and disk.counts.pages_dropped >= 4
+        told = f"nanovllm: KV cannot be written to {tmp_path / 'pages'}: No space left on device"
+        assert capfd.readouterr().err == f"{told}; replies go on, and it is tried again after 30 seconds\n"
+        disk.clock = lambda: 1e8
+        state, _ = reply(state, prompt(0))
+        assert flush_kv(state) and disk.counts.errors >= 2 and not capfd.readouterr().err
+    disk.clock = lambda: 0.0
     assert flush_kv(state) and disk.counts.pages_written == 0  # it rests
     disk.clock = lambda: 1e9
     state, _ = reply(state, prompt(1))
     assert flush_kv(state) and len(disk.folder) == 12
-    assert not [*tmp_path.rglob("*.tmp")]
+    assert not [*tmp_path.rglob("*.tmp")] and not capfd.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", full)
+        state, _ = reply(state, prompt(2))
+        assert flush_kv(state) and capfd.readouterr().err.count("cannot be written") == 1, "it is told of anew after it went well"
 
 
 def test_what_a_full_disk_did_not_take_is_written_by_a_later_flush_of_the_same_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -272,16 +285,15 @@ def test_what_a_full_disk_did_not_take_is_written_by_a_later_flush_of_the_same_s
     assert flush_kv(state) and len(disk.folder) == 6
 
 
-def test_a_folder_that_vanishes_is_counted(tmp_path: Path):
-    import shutil
-
+def test_a_folder_that_vanishes_is_made_again(tmp_path: Path):
     filled(tmp_path / "kv", 0)
     state = engine(tmp_path / "kv")
-    shutil.rmtree(tmp_path / "kv")
+    rmtree(tmp_path / "kv")
     state, output = reply(state, prompt(0))
     assert output.error is None and output.num_cached_tokens == 0
     state, _ = reply(state, prompt(1))
-    assert flush_kv(state) and runtime_of(state).disk.counts.errors > 0
+    disk = runtime_of(state).disk
+    assert flush_kv(state) and disk.counts.errors == 0 and len([*(tmp_path / "kv").rglob("*.kv")]) == disk.counts.pages_written >= 6
 
 
 def test_a_disk_that_may_not_be_read_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -431,6 +443,15 @@ def test_a_folder_that_is_made_is_for_its_own_user_only(tmp_path: Path):
         init_state(MODEL, num_pages=8, host_kv_gib=GIB, kv_dir=tmp_path / name)
         folders = [tmp_path / name, tmp_path / name / "pages"]
         assert [folder.stat().st_mode & 0o777 for folder in folders] == [mode, 0o700]
+
+
+def test_an_empty_name_and_a_limit_below_one_page_are_refused(tmp_path: Path):
+    with pytest.raises(InvalidRequestError, match=r"^kv_dir='' must be the name of a folder"):
+        init_state(MODEL, num_pages=8, host_kv_gib=GIB, kv_dir="")
+    for small in (1e-9, 500 / 2**30):
+        with pytest.raises(InvalidRequestError, match=r"kv_dir_gib=.* is less than one page of 0.0000\d\d GiB: make it larger"):
+            init_state(MODEL, num_pages=8, page_size=4, host_kv_gib=GIB, kv_dir=tmp_path / "small", kv_dir_gib=small)
+    assert not (tmp_path / "small").exists()
 
 
 def test_without_the_option_there_is_nothing():

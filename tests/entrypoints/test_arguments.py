@@ -88,5 +88,21 @@ def test_messages_have_the_options_as_they_are_typed(message: str, shown: str) -
 
 
 def test_the_head_alone_is_not_rounded() -> None:
-    with pytest.raises(InvalidRequestError, match=r"^--quantize-head needs --quantization fp8, int8 or int4$"):
+    with pytest.raises(
+        InvalidRequestError,
+        match=r"^--quantize-head needs --quantization fp8, int8 or int4; in a checkpoint that is quantised already, the head ",
+    ):
         rounding(parsed("--quantize-head"))
+
+
+def test_a_limit_without_a_folder_is_refused() -> None:
+    for given in ("--kv-dir-gib 16", "--host-kv-gib 1 --kv-dir-gib 0.5"):
+        with pytest.raises(InvalidRequestError, match=r"^--kv-dir-gib [\d.]+ limits the pages in a folder: set --kv-dir too$"):
+            engine_limits(parsed(given))
+
+
+def test_an_empty_name_is_no_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, option in (("generate", "--kv-dir"), ("serve", "--kv-dir"), ("serve", "--chunk-dir")):
+        with pytest.raises(SystemExit, match="2"):
+            cli.build_parser(with_bench=False).parse_args([command, "--host-kv-gib", "1", option, ""])
+        assert f"argument {option}: '' must be the name of a folder" in capsys.readouterr().err

@@ -46,6 +46,16 @@ def test_end_tokens_that_are_no_ids_are_refused_with_their_file(bad: Any, tmp_pa
     assert repr(bad) in str(raised.value)
 
 
+@pytest.mark.parametrize("change", [{"hidden_act": "cosine"}, {"num_hidden_layers": "x"}, {"quantization_config": 4}], ids=repr)
+def test_a_config_that_is_refused_is_named_with_its_folder(change: dict[str, Any], tmp_path: Path) -> None:
+    folder = save_hf_folder(tmp_path, tiny_config())
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(CheckpointError) as raised:
+        load_model(folder, device="cpu")
+    assert str(raised.value).startswith(f"{folder}/config.json: {next(iter(change))}=")
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "\xff"])
 def test_what_is_no_object_is_refused(text: str, tmp_path: Path) -> None:
     folder = save_hf_folder(tmp_path, tiny_config())

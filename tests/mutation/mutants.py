@@ -1785,7 +1785,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("--max-step-ms is dropped", '*names, "max_step_ms", "tuning"', '*names, "tuning"'),
         ("--tuning is dropped", '"max_step_ms", "tuning", "kv_dtype")', '"max_step_ms", "kv_dtype")'),
         ("--kv-dtype is dropped", '"tuning", "kv_dtype")', '"tuning")'),
-        ("--kv-dir is dropped", '"num_frames", "host_kv_gib", "kv_dir"', '"num_frames", "host_kv_gib"'),
+        ("--kv-dir is dropped", '"kv_dir": options.kv_dir, ', '"kv_dir": None, '),
         ("--eager is dropped", '"compile": False if options.eager else None', '"compile": None'),
         ("--revision is dropped", '"revision": options.revision', '"revision": None'),
     ),

@@ -18,6 +18,7 @@ from nanovllm.sampling.params import SamplingParams, closest, from_generation_co
 TUNING = "a file of `nanovllm tune`, or off for the default tile configurations (default: the file in the cache, else a shipped one)"
 DTYPE = "float32, bfloat16 or float16 (default: the model's on a GPU, float32 on a CPU)"
 DEVICE = "cpu or cuda (default: a GPU if torch sees one)"
+KV_DIR_GIB = 16.0  # the default of --kv-dir-gib
 POOL = "enough for requests of full length, but at most 4 GiB on a CPU, or the rest of --memory-fraction on a GPU"
 
 ENGINE = (
@@ -125,7 +126,8 @@ def renamed(other: str, name: str) -> Callable[[str], str]:
 def rounding(options: argparse.Namespace) -> dict[str, Any]:
     """The values of `add_quantization` as arguments of `load_model`. Raises `InvalidRequestError`."""
     if options.quantize_head and options.quantization is None:
-        raise InvalidRequestError(f"--quantize-head needs --quantization {', '.join(KINDS[:-1])} or {KINDS[-1]}")
+        stays = "in a checkpoint that is quantised already, the head stays as it is"
+        raise InvalidRequestError(f"--quantize-head needs --quantization {', '.join(KINDS[:-1])} or {KINDS[-1]}; {stays}")
     return {"quantization": options.quantization, "quantize_head": options.quantize_head, "fp8_activations": options.fp8_activations}
 
 
@@ -134,6 +136,17 @@ def gib_or_auto(text: str) -> float | str:
     with suppress(ValueError):
         return text if text == "auto" else float(text)
     raise argparse.ArgumentTypeError(f"{text!r} must be a number of GiB, or auto")
+
+
+def folder(text: str) -> Path:
+    """The name of a folder. The empty name, such as that of a shell variable without a value, would be the current folder.
+
+    Raises:
+        ArgumentTypeError: The text is empty.
+    """
+    if not text:
+        raise argparse.ArgumentTypeError("'' must be the name of a folder")
+    return Path(text)
 
 
 def tuning(text: str) -> Path | bool:
@@ -149,12 +162,20 @@ def freeze_if_alone(options: argparse.Namespace) -> None:
 
 def engine_limits(options: argparse.Namespace) -> dict[str, Any]:
     """The options of `add_model_options` as arguments of `init_state`. Raises `InvalidRequestError`."""
-    if options.kv_dir is not None and not options.host_kv_gib:
-        raise InvalidRequestError(f"--kv-dir {options.kv_dir} needs host memory, through which KV goes to the disk: set --host-kv-gib too")
-    names = ("num_pages", "num_frames", "host_kv_gib", "kv_dir", "kv_dir_gib", "max_model_len", "memory_fraction")
+    names = ("num_pages", "num_frames", "max_model_len", "memory_fraction")
     names = (*names, "max_step_ms", "tuning", "kv_dtype")
     limits = {name: getattr(options, name) for name in names}
-    return {**limits, "compile": False if options.eager else None}
+    return {**limits, **kept_kv(options), "compile": False if options.eager else None}
+
+
+def kept_kv(options: argparse.Namespace) -> dict[str, Any]:
+    """The options of `add_model_options` for KV in host memory and on disk, as arguments of `init_state`. Raises `InvalidRequestError`."""
+    if options.kv_dir is not None and not options.host_kv_gib:
+        raise InvalidRequestError(f"--kv-dir {options.kv_dir} needs host memory, through which KV goes to the disk: set --host-kv-gib too")
+    if options.kv_dir is None and options.kv_dir_gib is not None:
+        raise InvalidRequestError(f"--kv-dir-gib {options.kv_dir_gib:g} limits the pages in a folder: set --kv-dir too")
+    gib = KV_DIR_GIB if options.kv_dir_gib is None else options.kv_dir_gib
+    return {"host_kv_gib": options.host_kv_gib, "kv_dir": options.kv_dir, "kv_dir_gib": gib}
 
 
 def sampling(options: argparse.Namespace, model: Model) -> SamplingParams:
@@ -188,10 +209,9 @@ def add_model_options(parser: argparse.ArgumentParser, num_pages: str = POOL) ->
     host += "the memory that is free (default: 0, none)"
     group.add_argument("--host-kv-gib", type=gib_or_auto, default=0.0, metavar="X", help=host)
     kept = "a folder for KV that outlives the engine: later engines read it where that is faster; needs --host-kv-gib (default: none)"
-    group.add_argument("--kv-dir", type=Path, metavar="DIR", help=kept)
-    group.add_argument(
-        "--kv-dir-gib", type=float, default=16.0, metavar="X", help="size limit of the files in --kv-dir in GiB (default: 16)"
-    )
+    group.add_argument("--kv-dir", type=folder, metavar="DIR", help=kept)
+    most = f"size limit of the pages in --kv-dir in GiB; a server's named chunks do not count (default: {KV_DIR_GIB:g})"
+    group.add_argument("--kv-dir-gib", type=float, metavar="X", help=most)
     group.add_argument("--max-model-len", type=int, metavar="N", help="maximum length of prompt and reply in tokens (default: the model's)")
     group.add_argument("--memory-fraction", type=float, default=0.9, metavar="X", help="fraction of a GPU's memory to use (default: 0.9)")
     bound = "about how long a step may take while replies go on, in milliseconds; longer prompts run in pieces"

@@ -134,7 +134,7 @@ class LLM:
             kv_dtype: `"fp8"`: keys and values as codes of 8 bits, with a scale for each token and head. None: the model's dtype.
             host_kv_gib: GiB of host memory for KV whose pages are needed for other requests, as in `init_state`. 0: none.
             kv_dir: A folder for KV that outlives the engine, as in `init_state`; `close` writes to it what is not there yet. None: none.
-            kv_dir_gib: The size limit of the files in `kv_dir`, in GiB.
+            kv_dir_gib: The size limit of the pages in `kv_dir`, in GiB.
             tensor_parallel_size: The number of ranks that run the model together, each on a GPU of its own. The others are processes that
                 this one starts. They end with `close`, with the object and its states, or with the program.
             devices: The device of each rank. None: the first GPUs that torch sees, or the CPU for all if `device` is the CPU.

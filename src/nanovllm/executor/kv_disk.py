@@ -15,15 +15,18 @@ memory must not have been deleted by then. A disk that does not keep up leaves o
 The frame of a page that is apart from it has a file of its own. A read has the page, and its frame if the state asks for it.
 
 Both begin after all copies between the device and host memory that the engine had started before. An error of the disk is counted, and the
-page is left out: requests never fail by it. After an error of a write, nothing is written for `REST` seconds.
+page is left out: requests never fail by it. After an error of a write, nothing is written for `REST` seconds. One line on stderr tells
+that writes have begun to fail; the next one comes only after a write that did not.
 """
 
 import os
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -95,6 +98,7 @@ class DiskTier:
         self._num_kept = self._num_given_up = 0  # writes of host pages so far, and the first of them that is not given up
         self._is_busy = False
         self._rests_until = -1.0
+        self._is_failing = False  # whether the last write failed
         for workers in (self._readers, self._writers):
             weakref.finalize(self, workers.close)
 
@@ -317,11 +321,26 @@ class DiskTier:
                 self._count(**{f"{_kind(key)}_dropped": 1})
             elif self.folder.write(key, image, used, is_valid):
                 self._count(**{f"{_kind(key)}_written": 1, "bytes_written": len(image)})
-        except OSError:
+                self._is_failing = False
+        except OSError as error:
             self._rests_until = self.clock() + REST
             self._count(errors=1)
+            self._tell_of_failure(error)
         finally:
             self._written(key, source)
+
+    def _tell_of_failure(self, error: OSError) -> None:
+        """Say on stderr that writes have begun to fail, once."""
+        with self._changed:
+            known, self._is_failing = self._is_failing, True
+        if not known:
+            again = f"replies go on, and it is tried again after {REST:g} seconds"
+            with suppress(OSError):  # the log may be on the same disk
+                print(
+                    f"nanovllm: KV cannot be written to {self.folder.folder}: {error.strerror or error}; {again}",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     def _touch(self, keys: Seq[bytes], used: int) -> None:
         self.folder.touch(keys, used)

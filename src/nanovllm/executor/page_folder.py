@@ -32,7 +32,7 @@ from struct import Struct
 from typing import Any
 
 from nanovllm.executor.page_file import DamagedPageError, read_page, size_of, write_page
-from nanovllm.files import delete_abandoned, open_file, temporary, write_whole
+from nanovllm.files import delete_abandoned, make_private, open_file, temporary, write_whole
 from nanovllm.state.prefix_keys import KEY_BYTES, frame_key, is_frame
 
 LOCK, ABOUT, SUFFIX, OF_FRAME = ".nanovllm-kv.lock", "about.json", ".kv", "-frame"
@@ -84,18 +84,21 @@ class PageFolder:
 
     def __init__(self, folder: Path, max_bytes: int, page_bytes: int, identity: Mapping[str, Any]) -> None:
         self.folder, self.max_bytes, self.page_bytes = folder, max_bytes, page_bytes
-        about = json.dumps({**identity, "page_bytes": page_bytes}, sort_keys=True, indent=1).encode()
-        self._own = folder / sha256(about).hexdigest()[:32]
+        self._about = json.dumps({**identity, "page_bytes": page_bytes}, sort_keys=True, indent=1).encode()
+        self._own = folder / sha256(self._about).hexdigest()[:32]
         self._keys = set[bytes]()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._own.mkdir(mode=0o700, exist_ok=True)
-        if not (self._own / ABOUT).exists():
-            write_whole(self._own / ABOUT, about, mode=0o600)
+        self._make()
         delete_abandoned(self._own)
         with self._locked() as lock:
             files = self._files()
             total = self._shrunk(files, self.max_bytes) if sum(file.size for file in files) > max_bytes else self._seen(files)
             _note(lock, total)
+
+    def _make(self) -> None:
+        """Make the folders that are missing."""
+        make_private(self._own)
+        if not (self._own / ABOUT).exists():
+            write_whole(self._own / ABOUT, self._about, mode=0o600)
 
     def __contains__(self, key: bytes) -> bool:
         """Whether the folder has a page, as far as this process knows."""
@@ -155,6 +158,9 @@ class PageFolder:
         target, size = self._path(key), size_of(len(image))
         if self.look(key) or size > self.max_bytes:
             return False
+        if not os.path.isdir(self._own):  # somebody has deleted the folder that is in use
+            self._keys.clear()
+            self._make()
         with temporary(self._own, 0o600) as (fd, made):
             write_page(fd, key, image)
             if is_valid is not None and not is_valid():

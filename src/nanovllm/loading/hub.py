@@ -7,6 +7,8 @@ to the files.
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from fnmatch import fnmatch
 from pathlib import Path
@@ -185,6 +187,17 @@ def cached_repositories() -> list[tuple[str, Path]]:
     """The models of the cache by name, each with its folder. Only names are read."""
     folders = sorted(path for path in hub_cache().glob("models--*") if path.is_dir())
     return [(path.name.removeprefix("models--").replace("--", "/", 1), path) for path in folders]
+
+
+@contextmanager
+def naming(folder: Path) -> Iterator[None]:
+    """Let errors inside of the block that begin with `config.json: ` begin with the path of this file, which is in `folder`."""
+    try:
+        yield
+    except CheckpointError as error:
+        if not str(error).startswith("config.json: "):
+            raise
+        raise CheckpointError(f"{folder}/{error}") from error.__cause__
 
 
 def read_json(file: Path, *, required: bool = False) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 
 from nanovllm.config import Mesh, ModelConfig, for_length
 from nanovllm.errors import CheckpointError, InvalidRequestError
-from nanovllm.loading.hub import read_json, require_whole, resolve_folder
+from nanovllm.loading.hub import naming, read_json, require_whole, resolve_folder
 from nanovllm.loading.quantisation.activations import require_fp8_products, require_fp8_weights, with_fp8_activations
 from nanovllm.loading.quantisation.config import read_quantisation
 from nanovllm.loading.quantisation.rounding import quantised_already, require_rounding
@@ -114,7 +114,7 @@ def load_model(
     config = fitted(config, target, chosen)
     stored = read_quantisation(read_json(folder / "config.json", required=True), folder)
     if stored is not None and rounding is not None:
-        raise quantised_already(quantization, stored.method)
+        raise quantised_already(rounding, stored.method)
     if fp8_activations:
         require_fp8_weights(rounding, stored=stored is not None)
     how: dict[str, Any] = {"device": target, "dtype": chosen, "progress": progress}
@@ -158,7 +158,8 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> tuple[Model
     """Read the architecture and the sizes of a checkpoint folder, without its weights. Raises `CheckpointError`."""
     hf = read_json(folder / "config.json", required=True)
     spec = find_spec(hf, folder, trust_remote_code=trust_remote_code)
-    return spec, spec.config_from_hf(hf)
+    with naming(folder):
+        return spec, spec.config_from_hf(hf)
 
 
 def read_generation_config(folder: Path) -> tuple[dict[str, Any], tuple[int, ...]]:

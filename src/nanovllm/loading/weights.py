@@ -187,7 +187,7 @@ def load_params(
                 raise CheckpointError(f"{bias} is not zero, and {config.architecture} does not have it")
             try:
                 parts = {suffix: tensor(whole) for suffix, whole in stored.read(name, headers).items()}
-                return stored.formats[name].matrix(*stored.shapes[name], parts)
+                return stored.formats[name].matrix(*stored.shapes[name], parts, dtype)
             except PartError as error:
                 whole = f"{module}.{error.suffix}"
                 raise CheckpointError(f"{headers[whole].file}: {whole}: {error}{remedy}") from None
@@ -203,16 +203,30 @@ def load_params(
                 read_into(flat[at : (at := at + math.prod(shape))], name, taken.get(name, ((), ())))
             flat[at:] = 0  # rows that make all ranks equal
             kept = as_kept(info, flat.zero_() if info.part.zero else flat)
-            return kept if rounding is None or id(info) not in rounded else _quantised(info, kept, rounding.kind, mesh)
+            if rounding is None or id(info) not in rounded:
+                return kept
+            made = _quantised(info, kept, rounding.kind, mesh)
+            if not made.scales.isfinite().all():
+                sizes = [math.prod(shape) for shape in info.source_shapes]
+                bad = [not piece.isfinite().all() for piece in flat[: sum(sizes)].split(sizes)]
+                raise _not_finite(headers, info.sources[bad.index(True) if any(bad) else 0])  # otherwise it is another rank's part
+            return made
 
         try:
             params = build_params(table, read, device)
         except OSError as error:
             raise CheckpointError(f"{folder}: could not be read: {error}") from error
     if rounding is not None and rounding.head and params.head is None:
-        params = replace(params, head=cast(Tensor, quantise(params.embed, rounding.kind)))
+        head = quantise(params.embed, rounding.kind)
+        if not head.scales.isfinite().all():
+            raise _not_finite(headers, table.embed.sources[0])
+        params = replace(params, head=cast(Tensor, head))
     mark = fingerprint(config, headers)
     return params, mark if rounding is None else rounding.mark(mark), stored.summary if rounding is None else rounding.summary
+
+
+def _not_finite(headers: Mapping[str, TensorHeader], name: str) -> CheckpointError:
+    return CheckpointError(f"{headers[name].file}: {name} has weights that are infinite or NaN, which have no codes")
 
 
 def _quantised(info: ParamInfo, kept: Tensor, kind: Kind, mesh: Mesh | None) -> QuantisedMatrix:

@@ -260,6 +260,16 @@ def test_owners_say_what_they_are():
     right(state, [base, both, *(gen.chunk for gen in gens)])
 
 
+def test_a_chunk_in_host_memory_is_listed_there():
+    state, base = nv.prefill(MODEL, engine(host_kv_gib=0.001), RUN[:6])
+    state = nv.offload(state, base)
+    state, _ = nv.submit(MODEL, state, [1, 2], greedy(4))
+    report = nv.memory(state, names={"base": base})
+    told = ["in host memory: base (chunk 0, 6 tokens)", "without pages: request 1 (waiting, 2 tokens, 0 filled)"]
+    assert report.text().splitlines()[-2:] == told and all(line in report.svg() for line in told)
+    drawn(report)
+
+
 def test_pages_of_chunks_and_requests_add_up():
     state, base = nv.prefill(MODEL, engine(), RUN[:9])
     assert "3 of 64 pages used (3 held by chunks, 0 by requests, 0 only in the index)" in nv.memory(state).text()

@@ -97,8 +97,10 @@ def test_options_that_come_again_are_checked_once(loop: EngineLoop, monkeypatch:
 
 
 def test_chunks_that_have_gone_are_not_remembered(loop: EngineLoop):
-    loop._asked_to_save.add(("", "gone", 7))
-    assert loop._write_some() and not loop._asked_to_save
+    loop._saves.begin(("", "gone", 7))
+    loop._saves.end(("", "gone", 7), loop.named, nv.InvalidRequestError("no"))
+    loop._saves.begin(("", "gone too", 8))
+    assert loop._write_some() and not loop._saves._begun and loop._saves.wait is None
 
 
 def test_the_loop_does_not_rest_before_all_who_wait_for_chunks_that_have_gone_were_told(live: Live, monkeypatch: pytest.MonkeyPatch):

@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from bisect import bisect_left
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+import nanovllm as nv
 from nanovllm.entrypoints.server.answer_counts import AnswerCounts
 from nanovllm.entrypoints.server.engine_metrics import BUCKETS, GAPS, MOST_HTTP, EngineMetrics, Histogram, Timeline
+from nanovllm.entrypoints.server.held import Held
+from nanovllm.entrypoints.server.memory_calls import memory
+from nanovllm.entrypoints.server.named_chunks import NamedChunks
 from nanovllm.entrypoints.server.settings import Settings
 from nanovllm.executor.disk_counts import DiskCounts
 from nanovllm.executor.executor import runtime_of
 from nanovllm.state.request import Queue
+from nanovllm.testing.models import random_model, tiny_config
 from tests.entrypoints.server.live import Live
 
 ROOT = Path(__file__).parents[3]
@@ -252,3 +258,25 @@ def test_what_the_disk_lacked_and_what_was_not_written_is_counted(tmp_path: Path
     assert of(after, "nanovllm_disk_missed_pages_total") == 3 and of(after, "nanovllm_disk_dropped_pages_total") == 2
     assert of(after, "nanovllm_disk_damaged_pages_total") == 0
     assert [of(after, f"nanovllm_disk_{name}_frames_total") for name in ("missed", "dropped", "damaged")] == [5, 4, 1]
+
+
+def test_host_memory_and_the_disk_have_figures(tmp_path: Path) -> None:
+    model = random_model(tiny_config())
+    state = nv.init_state(model, num_pages=16, page_size=4, host_kv_gib=0.001, kv_dir=tmp_path, kv_dir_gib=0.01)
+    state, chunk = nv.prefill(model, state, [*range(5, 15)])
+    state = nv.offload(state, chunk)
+    host, disk = state.pool.host, runtime_of(state).disk
+    assert host is not None and disk is not None
+    total = host.num_pages
+    disk.drain()
+    figures = EngineMetrics().figures(state, 1)
+    assert (figures["host_pages"], figures["host_pages_used"]) == (total, 3)
+    held = Held(model=model, state=state, named=NamedChunks(), metrics=EngineMetrics())
+    _, told = memory(held, space="", namespace=0, everything=True)
+    assert told["host_pages"] == {"total": total, "used": 3} and told["disk"] == {"bytes": disk.folder.size, "max_bytes": 10737418}
+    assert disk.folder.size > 0
+    plain = nv.init_state(model, num_pages=16)
+    figures = EngineMetrics().figures(plain, 0)
+    assert figures["host_pages"] == figures["host_pages_used"] == 0
+    _, told = memory(replace(held, state=plain), space="", namespace=0, everything=True)
+    assert told["host_pages"] == {"total": 0, "used": 0} and told["disk"] is None

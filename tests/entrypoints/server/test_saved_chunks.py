@@ -3,12 +3,14 @@
 import errno
 import math
 import os
+import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import nanovllm as nv
 from nanovllm.chunks.storage import blocks, reserved
 from nanovllm.engine import host_memory
 from nanovllm.engine.disk_flush import flush_kv
-from nanovllm.entrypoints.server import saved_chunks
+from nanovllm.entrypoints.server import idle_saves, saved_chunks
 from nanovllm.entrypoints.server.settings import Settings
 from nanovllm.entrypoints.server.side_thread import Between, Later, SideThread
 from nanovllm.files import temporary
@@ -498,3 +500,51 @@ def test_a_slow_disk_gets_one_file_after_the_other_of_chunks_that_nobody_asked_t
         assert len(live.get("/v1/saved_chunks").json()["data"]) == 5
         live.wait_until_idle()
     assert "not saved" not in capfd.readouterr().err
+
+
+def waited(live: Live, true: Callable[[], object]) -> None:
+    """Wait without calls, which would wake the engine."""
+    end = time.monotonic() + LIMIT
+    while not true():
+        assert live.engine_thread.is_alive() and time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_a_save_that_nobody_asked_for_is_tried_again_after_the_disk_was_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (chunks := tmp_path / "chunks").mkdir()
+    settings = Settings(shutdown_seconds=1.0, chunk_dir=chunks, keep_chunks=True, max_chunks=2)
+    tries = list[float]()
+
+    def full(*_: Any) -> None:
+        tries.append(time.monotonic())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(idle_saves, "RETRY_SECONDS", 0.3)
+    with Live(settings=settings, num_pages=128, host_kv_gib=0.01, kv_dir=tmp_path / "kv", kv_dir_gib=0.01) as live:
+        with monkeypatch.context() as patch:
+            patch.setattr(blocks, "write_at", full)
+            for name in ("one", "two"):
+                assert live.post("/v1/chunks", {"name": name, "text": KING}).status == 200
+            waited(live, lambda: len(tries) >= 3)
+            assert all(later - first > 0.29 for first, later in pairwise(tries)), "a full disk is left alone for a while"
+        waited(live, lambda: len([*chunks.rglob("*.safetensors")]) == 2)
+        told = f"nanovllm: a chunk was not saved in {chunks}: the chunk 'one' could not be saved: No space left on device"
+        assert capfd.readouterr().err == f"{told}; it is tried again in 0.3 seconds\n"
+        live.wait_until_idle()
+
+
+def test_a_folder_that_was_deleted_is_made_again_and_gets_all_chunks(tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    settings = Settings(shutdown_seconds=1.0, chunk_dir=folder / "chunks", keep_chunks=True)
+    with Live(settings=settings, num_pages=128, host_kv_gib=0.01, kv_dir=folder, kv_dir_gib=0.01) as live:
+        assert live.post("/v1/chunks", {"name": "one", "token_ids": [*range(5, 50)]}).status == 200
+        waited(live, lambda: [*folder.rglob("*.name")])
+        waited(live, lambda: [*folder.rglob("*.kv")])
+        shutil.rmtree(folder)
+        assert live.post("/v1/chunks", {"name": "two", "token_ids": [*range(7, 50)]}).status == 200
+        waited(live, lambda: len([*folder.rglob("*.name")]) == 2)
+        waited(live, lambda: [*folder.rglob("*.kv")])
+        assert [path.stat().st_mode & 0o777 for path in (folder, folder / "chunks", folder / "pages")] == [0o700] * 3
+        live.wait_until_idle()

@@ -269,6 +269,38 @@ def test_a_wrong_scale_is_refused_with_its_file_and_tensor(tmp_path: Path, name:
     assert str(found.value).startswith(f"{file}: {scale}: a scale is {f'{value:g}' if value else '0 for weights that are not'}")
 
 
+@pytest.mark.parametrize("name", ENCODERS)
+def test_a_scale_whose_weights_are_not_finite_is_refused(tmp_path: Path, name: str) -> None:
+    quantised, _ = folders(tmp_path, ENCODERS[name], tiny_config(**SIZES))
+    file = quantised / "model.safetensors"
+    (scale,) = (tensor for tensor in load_file(file) if tensor.startswith(f"{UP}.") and "scale" in tensor and "input" not in tensor)
+    half = load_file(file)[scale].dtype == torch.float16
+    edit(quantised, put(scale, one(6e4 if half else 3e38)))
+    if half:  # in float32 this is a weight like others
+        load(quantised)
+    with pytest.raises(CheckpointError) as found:
+        nv.load_model(quantised, "cpu", "float16" if half else "float32", tokenizer=False)
+    told = str(found.value)
+    assert told.startswith(f"{file}: {scale}: a scale is ") and f" is not finite in float{16 if half else 32}: the file is damaged" in told
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+def test_weights_that_have_no_codes_are_refused_by_name(tmp_path: Path, kind: str, value: float) -> None:
+    for name, config, how in (
+        ("model.layers.1.self_attn.k_proj.weight", tiny_config(**SIZES), {}),
+        ("model.layers.1.mlp.experts.2.down_proj.weight", tiny_config("Qwen3MoeForCausalLM", **SIZES), {}),
+        ("lm_head.weight", tiny_config(**SIZES), {"quantize_head": True}),
+        ("model.embed_tokens.weight", tiny_config(**SIZES, tie_word_embeddings=True), {"quantize_head": True}),
+    ):
+        folder = save_hf_folder(tmp_path / name, config)
+        edit(folder, put(name, one(value)))
+        load(folder)
+        with pytest.raises(CheckpointError) as found:
+            load(folder, quantization=kind, **how)
+        assert str(found.value) == f"{folder / 'model.safetensors'}: {name} has weights that are infinite or NaN, which have no codes"
+
+
 def test_scales_may_be_negative(tmp_path: Path) -> None:
     """AutoRound's symmetric codes have such scales."""
     quantised, plain = folders(tmp_path, ENCODERS["gptq"], tiny_config(**SIZES))
@@ -294,11 +326,23 @@ REFUSED = {
     "nvfp4": (
         {**ENCODERS["compressed W4A16"].config, "format": "nvfp4-pack-quantized"}, "format='nvfp4-pack-quantized' with num_bits=4",
     ),
+    "rotations": (
+        {**ENCODERS["compressed W4A16"].config, "transform_config": {"config_groups": {"R": {"type": "hadamard"}}}},
+        "/config.json: quantization_config has a transform_config: rotations .* are not supported; load a checkpoint without transforms",
+    ),
     "no groups": ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "config_groups=None"),
     "hostile pattern": ({**ENCODERS["gptq"].config, "dynamic": {"+:(a+)+$": {}}}, "pattern"),
     "broken pattern": ({**ENCODERS["gptq"].config, "dynamic": {"+:(": {}}}, "not a regular expression"),
     "not covered": ({**ENCODERS["gptq"].config, "dynamic": {"-:.*": {}}}, r"lacks the tensor .*q_proj\.weight"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("none", [None, {}, {"config_groups": {}}])
+def test_a_config_without_rotations_may_say_so(tmp_path: Path, none: object) -> None:
+    encoder = ENCODERS["compressed W4A16"]
+    quantised, plain = folders(tmp_path, encoder, tiny_config(**SIZES))
+    set_config(quantised, quantization_config={**encoder.config, "transform_config": none})
+    require_equal(load(quantised), load(plain), {"int4"})
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -341,5 +385,9 @@ def test_wrong_options(tmp_path: Path) -> None:
         with pytest.raises(InvalidRequestError, match=message):
             load(folder, **how)
     quantised, _ = folders(tmp_path, ENCODERS["awq"], tiny_config(**SIZES))
-    with pytest.raises(InvalidRequestError, match="quantised already"):
+    with pytest.raises(InvalidRequestError, match=r"quantised already \(awq\): leave it out$"):
         load(quantised, quantization="fp8")
+    with pytest.raises(InvalidRequestError, match="leave it out, and quantize_head too: the head stays as it is"):
+        load(quantised, quantization="fp8", quantize_head=True)
+    with pytest.raises(InvalidRequestError, match="in a checkpoint that is quantised already, the head stays as it is"):
+        load(quantised, quantize_head=True)

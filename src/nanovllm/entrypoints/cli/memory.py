@@ -15,6 +15,7 @@ from nanovllm.chunks.storage.file import load_chunk
 from nanovllm.engine.init_state import init_state
 from nanovllm.engine.requests import submit
 from nanovllm.engine.step import step
+from nanovllm.entrypoints.arguments import kept_kv
 from nanovllm.entrypoints.cli.load import load
 from nanovllm.entrypoints.display.terminal import is_terminal, note
 from nanovllm.entrypoints.memory.report import memory
@@ -64,8 +65,7 @@ def run(options: argparse.Namespace) -> int:
     shows_demo = options.text is None and not options.load
     num_pages = options.num_pages if options.num_pages is not None else DEMO_PAGES if shows_demo else NUM_PAGES
     limits = {"num_frames": options.num_frames, "max_model_len": options.max_model_len, "kv_dtype": options.kv_dtype}
-    kept = {"host_kv_gib": options.host_kv_gib, "kv_dir": options.kv_dir, "kv_dir_gib": options.kv_dir_gib}
-    state = init_state(model, num_pages=num_pages, **kept, **limits, compile=False)
+    state = init_state(model, num_pages=num_pages, **kept_kv(options), **limits, compile=False)
     if shows_demo:
         state, names = demonstration(model, state)
     else:

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from nanovllm.entrypoints.arguments import add_model_options, add_ranks, as_typed, engine_limits, positive, rounding, source
+from nanovllm.entrypoints.arguments import add_model_options, add_ranks, as_typed, engine_limits, folder, positive, rounding, source
 from nanovllm.entrypoints.server.chunk_lock import only_server
 from nanovllm.entrypoints.server.settings import Settings
 from nanovllm.entrypoints.server.starting import FAILED
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--no-page", action="store_true", help="leave out the chat page, which is at / otherwise")
     group.add_argument("--access-log", action="store_true", help="print a line on stderr for each request")
     group.add_argument("--metrics-names", choices=("nanovllm", "vllm"), default="nanovllm", help="the names of the metrics at /metrics")
-    group.add_argument("--chunk-dir", type=Path, metavar="DIR", help="a folder for the files of chunks that clients save")
+    group.add_argument("--chunk-dir", type=folder, metavar="DIR", help="a folder for the files of chunks that clients save")
     kept = "save the chunks of clients in --chunk-dir at an orderly end, and load them at the next start"
     group.add_argument("--keep-chunks", action="store_true", help=kept)
     group.add_argument(
@@ -160,9 +160,9 @@ def run(options: argparse.Namespace) -> int:
                     lock.unlink(missing_ok=True)
     finally:
         if code == FAILED:
-            for folder in reversed(made):
+            for each in reversed(made):
                 with suppress(OSError):  # it has files by now
-                    folder.rmdir()
+                    each.rmdir()
     return code
 
 

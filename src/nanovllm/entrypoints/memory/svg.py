@@ -7,7 +7,7 @@ from math import log2
 from nanovllm.entrypoints.display.svg import FAINT, INK, LINE, Length, document, rect, text
 from nanovllm.entrypoints.display.tables import size
 from nanovllm.entrypoints.memory.pages import PageFigures, PageRun
-from nanovllm.entrypoints.memory.text import Cell, Family, Line, Look, cells_of, describe, listed, look_of, outline
+from nanovllm.entrypoints.memory.text import Cell, Family, Line, Look, cells_of, describe, listed, look_of, off_device, outline
 
 WIDTH, MARGIN = 1000, 32
 INNER = WIDTH - 2 * MARGIN
@@ -110,8 +110,8 @@ def _legend(top: Length) -> tuple[list[str], Length]:
 def _tree(report: PageFigures, top: Length) -> tuple[list[str], Length]:
     """The tree."""
     lines = outline(report)
-    empty = [owner for owner in report.owners if not owner.pages]
-    if not lines and not empty:
+    beside = off_device(report, 4)
+    if not lines and not beside:
         return [], top - 16
     cut = any(line.run is not None and len(line.run.pages) > WHOLE for line in lines)
     title = "Chunks and requests; branches share the pages before them" + (f" (nodes above {WHOLE} pages shortened)" if cut else "")
@@ -134,8 +134,7 @@ def _tree(report: PageFigures, top: Length) -> tuple[list[str], Length]:
         label, room = describe(report, line), int((WIDTH - MARGIN - end - 7) / LETTER)
         parts.append(text(end + 7, y + 4, _short(label, room), INK if line.run else FAINT, full=label))
         top += ROW
-    if empty:
-        label = f"without pages: {listed(empty, 4)}"
+    for label in beside:
         parts.append(text(MARGIN, top + 16, _short(label, int(INNER / LETTER)), FAINT, full=label))
         top += ROW
     return parts, top + 24

@@ -166,12 +166,20 @@ def draw(report: PageFigures, *, color: bool) -> str:
     """The text of `MemoryReport.text`."""
     lines = [*figures(report), "", *_map(report, color)]
     tree = [_lead(line.trail) + _places(line) + describe(report, line) for line in outline(report)]
-    empty = [owner for owner in report.owners if not owner.pages]
+    beside = off_device(report, BRANCHES)
     if tree:
         lines += ["", *tree]
-    if empty:
-        lines += ["", f"without pages: {listed(empty, BRANCHES)}"]
+    if beside:
+        lines += ["", *beside]
     return "\n".join(lines)
+
+
+def off_device(report: PageFigures, most: int) -> list[str]:
+    """The owners that have no page of the device: chunks in host memory, and requests without KV. Each kind is a line if there is one."""
+    empty = [owner for owner in report.owners if not owner.pages]
+    moved = [owner for owner in empty if owner.kind == "chunk"]  # a chunk has a page at least, here or there
+    others = [owner for owner in empty if owner.kind != "chunk"]
+    return [f"{where}: {listed(some, most)}" for where, some in (("in host memory", moved), ("without pages", others)) if some]
 
 
 def _map(report: PageFigures, color: bool) -> list[str]:

@@ -29,6 +29,7 @@ from nanovllm.entrypoints.server.chunk_pages import explained, moved_away, requi
 from nanovllm.entrypoints.server.chunk_reads import ChunkReads
 from nanovllm.entrypoints.server.engine_metrics import EngineMetrics, Timeline
 from nanovllm.entrypoints.server.held import Held
+from nanovllm.entrypoints.server.idle_saves import IdleSaves
 from nanovllm.entrypoints.server.named_chunks import ChunkLimits, NamedChunks, prefix, without_compositions
 from nanovllm.entrypoints.server.news import News, Owner
 from nanovllm.entrypoints.server.operator_lines import say
@@ -127,7 +128,7 @@ class EngineLoop:
         self._mirror = runtime_of(state).mirror
         self._rest = None if self._mirror is None else LOOK_SECONDS  # for which it may sleep while there is nothing to do
         self._on_disk = runtime_of(state).disk is not None  # whether KV and named chunks are written when there is nothing to do
-        self._unwritten, self._asked_to_save = self._on_disk, set[tuple[str, str, int]]()
+        self._unwritten, self._saves = self._on_disk, IdleSaves()
         # Names of chunks that requests have begun with since the last note in the folder, the one used last at the end.
         self._used = dict[tuple[str, str], None]()
 
@@ -162,7 +163,7 @@ class EngineLoop:
                 if self.named.unread or self._reads.awaited:
                     told = self._reads.go_on(self._held(), idle=idle or self._short_of_pages())
                 rests = idle and not told and not any(one.waits for one in (self._files, self._folders, self._grammars, self._reads.thread))
-                if not self._look((IDLE_SECONDS if self._unwritten else self._rest) if rests else 0.0) and rests and self._unwritten:
+                if not self._look(self._sleep() if rests else 0.0) and rests and self._unwritten:
                     self._unwritten = not self._write_some()
                 if self._mirror is not None:
                     self._mirror.require_alive()
@@ -187,29 +188,29 @@ class EngineLoop:
     def _write_some(self) -> bool:
         """Write some of the KV and the named chunks that a crash would lose. Returns whether all is written, or being written."""
         self._note_used()
-        named = [(space, name, one.chunk.liveness) for space, found in self.named.spaces.items() for name, one in found.items()]
-        self._asked_to_save.intersection_update(named)
         waits = False
-        for space, name, liveness in named:
-            if (space, name, liveness) in self._asked_to_save or liveness in self.named.unread:
-                continue
-            if not self.named.limits.kept or saved_chunks.is_marked(saved_chunks.path_of(self.named.limits, space, name), name):
-                self._asked_to_save.add((space, name, liveness))
-                continue
+        while (key := self._saves.next(self.named)) is not None:
             if waits := self._files.busy:  # one after the other: a slow disk must not fill the queue, in which clients' calls wait, too
                 break
-            self._asked_to_save.add((space, name, liveness))
+            self._saves.begin(key)
             try:
-                held, later = save_unasked(self._held(), space=space, name=name)
+                held, later = save_unasked(self._held(), space=key[0], name=key[1])
             except EngineDeadError:
                 raise
             except NanoVLLMError as error:
-                _tell_of_failure(error)
+                self._saves.end(key, self.named, error)
                 continue
             self._hold(held)
-            self._files.begin(later, _tell_of_failure)
+            self._files.begin(later, lambda value, key=key: self._saves.end(key, self.named, value))
             return False
         return flush_kv(self.state, max_bytes=FLUSHED) and not waits
+
+    def _sleep(self) -> float | None:
+        """How long the loop may sleep while there is nothing to do: until KV or a chunk is to be written. None: until something comes."""
+        again = self._saves.wait
+        if again == 0.0:
+            self._unwritten = True
+        return IDLE_SECONDS if self._unwritten else min((each for each in (self._rest, again) if each is not None), default=None)
 
     def _note_used(self) -> None:
         """Note in the folder which chunks requests have begun with, for the order in which the next engine reads them."""
@@ -580,12 +581,6 @@ class EngineLoop:
                 say(told)
                 self._drop(peer)
         self._spoken_to.clear()
-
-
-def _tell_of_failure(value: Any) -> None:
-    """Tell of a chunk that could not be saved while nothing else was to be done. It is tried again at the end."""
-    if isinstance(value, NanoVLLMError):
-        say(f"a chunk was not saved: {value}")
 
 
 def kept_value(values: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:

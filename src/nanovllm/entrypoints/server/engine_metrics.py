@@ -194,6 +194,8 @@ class EngineMetrics:
             "memory_shortages": stats.memory_shortages,
             "offloaded_tokens": stats.offloaded_tokens,
             "loaded_tokens": stats.loaded_tokens,
+            "host_pages": 0 if (host := state.pool.host) is None else host.num_pages,
+            "host_pages_used": 0 if host is None else host.used.num_used,
             "read_tokens": stats.read_tokens,
             **disk_figures(state),
             "steps": state.num_steps,

@@ -30,7 +30,7 @@ from nanovllm.entrypoints.server.held import Held
 from nanovllm.entrypoints.server.named_chunks import ChunkLimits, Unread
 from nanovllm.entrypoints.server.side_thread import Between
 from nanovllm.errors import ChunkFileError, ChunkLimitError, ChunkMismatchError, InvalidRequestError, UnknownChunkError
-from nanovllm.files import delete_abandoned, put, temporary, write_whole
+from nanovllm.files import delete_abandoned, make_private, put, temporary, write_whole
 from nanovllm.models.model import Model
 from nanovllm.state.chunk import Chunk
 from nanovllm.state.device_errors import watched
@@ -156,7 +156,7 @@ def claim(path: Path) -> bool:
     """Note that a file is made that no client has asked for. Returns False if a client has asked for the one that is there."""
     with suppress(OSError):
         if not path.exists():
-            path.parent.mkdir(mode=0o700, exist_ok=True)
+            make_private(path.parent)
             path.with_suffix(OWN).touch(mode=0o600)
     return is_claimed(path)
 
@@ -226,7 +226,7 @@ def write(between: Between, path: Path, name: str, chunk: Chunk, head: Head, mod
             between(partial(copy, first + low, out[low : low + rows]))
 
     try:
-        path.parent.mkdir(mode=0o700, exist_ok=True)
+        make_private(path.parent)  # the whole chunk folder may have been deleted meanwhile
         require_own(path, name, model, head.dtype)
         if not path.exists() and sum(1 for _ in path.parent.glob(f"*{SUFFIX}")) >= most:
             raise ChunkLimitError(f"there are {most} chunk files, and no more are allowed: delete some")

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from nanovllm.errors import CheckpointError
 from nanovllm.loading.quantisation.formats import SCALES, Part, fields, integers, signed
 from nanovllm.ops.linear.quantised import QuantisedMatrix
@@ -46,10 +48,10 @@ class Awq:
             "qzeros": Part(shapes=((groups, rows // 8),), dtypes=("I32",), needed=self.zeros, read=self.zeros),
         }
 
-    def matrix(self, rows: int, columns: int, parts: Mapping[str, Tensor]) -> QuantisedMatrix:
+    def matrix(self, rows: int, columns: int, parts: Mapping[str, Tensor], dtype: torch.dtype) -> QuantisedMatrix:
         """The matrix of these tensors."""
         zeros = _columns(parts["qzeros"]) if self.zeros else None
-        return integers(_columns(parts["qweight"]), 4, parts["scales"].T, zeros, None, self.group or columns, "scales")
+        return integers(_columns(parts["qweight"]), 4, parts["scales"].T, zeros, None, self.group or columns, "scales", dtype)
 
 
 def _columns(words: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.errors import CheckpointError
-from nanovllm.loading.hub import read_json
+from nanovllm.loading.hub import naming, read_json
 from nanovllm.loading.quantisation.awq import Awq
 from nanovllm.loading.quantisation.formats import MatrixFormat
 from nanovllm.loading.quantisation.gptq import Gptq
@@ -58,6 +58,11 @@ def read_quantisation(hf: HF, folder: Path) -> Quantisation | None:
     Raises:
         CheckpointError: The weights are quantised in a way that cannot be loaded.
     """
+    with naming(folder):
+        return _read(hf, folder)
+
+
+def _read(hf: HF, folder: Path) -> Quantisation | None:
     config = hf.get("quantization_config") or hf.get("compression_config")
     if not config and (folder / GPTQ_FILE).is_file():
         return replace(_gptq({"quant_method": "gptq", **read_json(folder / GPTQ_FILE)}), source=GPTQ_FILE)
@@ -146,6 +151,12 @@ def _compressed(config: HF) -> Quantisation:
     groups = {} if kv_only else config.get("config_groups")
     if config.get("sparsity_config") and config["sparsity_config"].get("format", "dense") != "dense":
         raise _refused(config, "sparsity_config", "is not dense")
+    transforms = config.get("transform_config")
+    if transforms.get("config_groups", transforms) if isinstance(transforms, Mapping) else transforms:
+        raise CheckpointError(
+            "config.json: quantization_config has a transform_config: rotations of activations (QuIP, SpinQuant) are not supported; "
+            "load a checkpoint without transforms, or the unquantised one with quantization='fp8', 'int8' or 'int4'"
+        )
     if not isinstance(groups, Mapping) or not (groups or kv_only):
         raise _refused(config, "config_groups", "has no groups")
     rules = []

@@ -58,8 +58,8 @@ class MatrixFormat(Protocol):
         """
         ...
 
-    def matrix(self, rows: int, columns: int, parts: Mapping[str, Tensor]) -> QuantisedMatrix:
-        """The matrix of these tensors, whose shapes and dtypes are those of `parts`. Optional tensors may be missing.
+    def matrix(self, rows: int, columns: int, parts: Mapping[str, Tensor], dtype: torch.dtype) -> QuantisedMatrix:
+        """The matrix of these tensors for a model in `dtype`. Their shapes and dtypes are those of `parts`; optional ones may be missing.
 
         Raises:
             PartError: The values of a tensor cannot be those of a matrix.
@@ -67,20 +67,26 @@ class MatrixFormat(Protocol):
         ...
 
 
-def sealed(matrix: QuantisedMatrix, scale: str) -> QuantisedMatrix:
+def sealed(matrix: QuantisedMatrix, scale: str, dtype: torch.dtype) -> QuantisedMatrix:
     """The matrix, if all that it stands for is a finite number.
 
     Args:
         matrix: The matrix. Codes of fp8 are stored as `weight`.
         scale: The suffix of its scales.
+        dtype: The dtype of the model.
 
     Raises:
-        PartError: A scale is not finite, or is 0 for codes that are not, or an fp8 code is NaN.
+        PartError: A scale is not finite, or its product with the largest code is not finite in `dtype`; or it is 0 for codes that are
+            not, or an fp8 code is NaN.
     """
     scales, codes = matrix.scales, matrix.codes  # a scale may be negative: AutoRound stores such scales of symmetric codes
-    finite = scales.isfinite()
-    if not finite.all():
-        raise PartError(scale, f"a scale is {scales[~finite][0]}: the file is damaged, or the tool that quantised it overflowed")
+    largest = {torch.float8_e4m3fn: 448, torch.uint8: 8, torch.int8: 128}[codes.dtype] * (1 if matrix.zeros is None else 2)
+    valid = scales.abs() <= min(torch.finfo(dtype).max / largest, torch.finfo(scales.dtype).max)  # false for NaN
+    if not valid.all():
+        found, over = scales[~valid][0], ""
+        if found.isfinite():
+            over = f", whose product with the code {largest} is not finite in {str(dtype).removeprefix('torch.')}"
+        raise PartError(scale, f"a scale is {found}{over}: the file is damaged, or the tool that quantised it overflowed")
     if codes.dtype == torch.float8_e4m3fn and ((codes.view(torch.uint8) & 0x7F) == 0x7F).any():
         raise PartError("weight", "a code is NaN")
     if (scales == 0).any():
@@ -113,7 +119,7 @@ def ordered(codes: Tensor, groups: Tensor, group: int, suffix: str) -> tuple[Ten
 
 
 def integers(
-    codes: Tensor, bits: int, scales: Tensor, zeros: Tensor | None, order: Tensor | None, group: int, scale: str
+    codes: Tensor, bits: int, scales: Tensor, zeros: Tensor | None, order: Tensor | None, group: int, scale: str, dtype: torch.dtype
 ) -> QuantisedMatrix:
     """The matrix of signed codes, int8 `[N, K]`, packed if they have 4 bits. `scale` is the suffix of the scales; see `sealed`."""
     kept = packed(codes) if bits == 4 else codes
@@ -127,6 +133,7 @@ def integers(
             group=group,
         ),
         scale,
+        dtype,
     )
 
 

@@ -48,7 +48,7 @@ class Gptq:
             "g_idx": Part(shapes=((columns,),), dtypes=("I32",), needed=False),
         }
 
-    def matrix(self, rows: int, columns: int, parts: Mapping[str, Tensor]) -> QuantisedMatrix:
+    def matrix(self, rows: int, columns: int, parts: Mapping[str, Tensor], dtype: torch.dtype) -> QuantisedMatrix:
         """The matrix of these tensors."""
         middle, group = 2 ** (self.bits - 1), self.group or columns
         codes = signed(fields(parts["qweight"], self.bits, 0), self.bits).T
@@ -65,4 +65,4 @@ class Gptq:
         order, groups = None, parts.get("g_idx")
         if groups is not None:
             codes, order = ordered(codes, groups, group, "g_idx")
-        return integers(codes, self.bits, parts["scales"].T, zeros, order, group, "scales")
+        return integers(codes, self.bits, parts["scales"].T, zeros, order, group, "scales", dtype)

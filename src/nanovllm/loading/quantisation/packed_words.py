@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from nanovllm.loading.quantisation.formats import SCALES, Part, PartError, fields, integers, ordered, signed
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.types import Tensor
@@ -40,7 +42,7 @@ class PackedWords:
             "weight_g_idx": Part(shapes=((columns,),), dtypes=("I32",), needed=False),
         }
 
-    def matrix(self, rows: int, columns: int, parts: Mapping[str, Tensor]) -> QuantisedMatrix:
+    def matrix(self, rows: int, columns: int, parts: Mapping[str, Tensor], dtype: torch.dtype) -> QuantisedMatrix:
         """The matrix of these tensors."""
         shape = parts.get("weight_shape")
         if shape is not None and shape.tolist() != [rows, columns]:
@@ -53,4 +55,4 @@ class PackedWords:
         order, groups = None, parts.get("weight_g_idx")
         if groups is not None and not (groups == -1).all():
             codes, order = ordered(codes, groups, group, "weight_g_idx")
-        return integers(codes, self.bits, parts["weight_scale"], zeros, order, group, "weight_scale")
+        return integers(codes, self.bits, parts["weight_scale"], zeros, order, group, "weight_scale", dtype)

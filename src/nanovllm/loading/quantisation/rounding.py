@@ -40,7 +40,8 @@ def require_rounding(quantization: object, quantize_head: object) -> Rounding | 
         raise InvalidRequestError(f"quantize_head={quantize_head!r} must be True or False")
     if quantization is None:
         if quantize_head:
-            raise InvalidRequestError("quantize_head=True needs quantization='fp8', 'int8' or 'int4'")
+            stays = "in a checkpoint that is quantised already, the head stays as it is"
+            raise InvalidRequestError(f"quantize_head=True needs quantization='fp8', 'int8' or 'int4'; {stays}")
         return None
     for kind in KINDS:
         if quantization == kind:
@@ -49,9 +50,10 @@ def require_rounding(quantization: object, quantize_head: object) -> Rounding | 
     raise InvalidRequestError(f"quantization={quantization!r} must be one of {', '.join(KINDS)}, or None{other}")
 
 
-def quantised_already(quantization: object, method: str) -> InvalidRequestError:
+def quantised_already(rounding: Rounding, method: str) -> InvalidRequestError:
     """The error of `quantization` for a checkpoint that is quantised by `method`."""
-    return InvalidRequestError(f"quantization={quantization!r}, but the checkpoint is quantised already ({method}): leave it out")
+    out = "leave it out, and quantize_head too: the head stays as it is" if rounding.head else "leave it out"
+    return InvalidRequestError(f"quantization={rounding.kind!r}, but the checkpoint is quantised already ({method}): {out}")
 
 
 def rounded_params(params: Params[Tensor], rounding: Rounding) -> Params[Tensor]:

@@ -63,7 +63,7 @@ class ScaledCodes:
     def _grid(self, rows: int, columns: int) -> tuple[int, int]:
         return -(-rows // (self.rows or rows)), -(-columns // (self.columns or columns))
 
-    def matrix(self, rows: int, columns: int, parts: Mapping[str, Tensor]) -> QuantisedMatrix:
+    def matrix(self, rows: int, columns: int, parts: Mapping[str, Tensor], dtype: torch.dtype) -> QuantisedMatrix:
         """The matrix of these tensors."""
         grid, zeros = self._grid(rows, columns), parts.get("weight_zero_point")
         return sealed(
@@ -76,4 +76,5 @@ class ScaledCodes:
                 rows=self.rows or rows,
             ),
             self.scale,
+            dtype,
         )

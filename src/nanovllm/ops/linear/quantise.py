@@ -59,7 +59,7 @@ def _rounded(flat: Tensor, kind: Kind, group: int, groups: int, kept: torch.dtyp
     largest = parts.abs().amax(2, keepdim=True) if most is None else most.view(-1, 1, 1)
     limit = {"fp8": LARGEST_FP8, "int8": 127.0, "int4": 7.0}[kind]
     divisor = largest.new_tensor(limit)  # on a GPU torch multiplies by the inverse of a number, which rounds differently
-    scales = torch.where(largest > 0, largest / divisor, 1.0).to(kept)
+    scales = torch.where(largest == 0, 1.0, largest / divisor).to(kept)  # that of a NaN is NaN
     scales = torch.where(scales == 0, torch.finfo(kept).tiny, scales)  # a division that underflows
     ratio = parts / scales.float()
     codes = ratio.clamp(-limit, limit) if kind == "fp8" else ratio.round().clamp(-limit - 1, limit)

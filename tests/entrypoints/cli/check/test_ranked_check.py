@@ -48,6 +48,11 @@ def test_random_weights_on_two_ranks(
     assert f"In float64 the parts of 2 ranks {verdict}" in told and "2 ranks\n" in told
 
 
+def test_a_dry_run_compares_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "tiny", "--device", "cpu", "--dry-run", "--against", "tiny"]) == 2
+    assert "--against tiny: --dry-run loads no weights to compare" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "match"),
     [

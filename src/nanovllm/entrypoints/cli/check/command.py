@@ -100,6 +100,8 @@ def main(options: argparse.Namespace) -> int:
         raise InvalidRequestError(f"two models were named, {options.name!r} and --model {options.model!r}: give one of them")
     if not 0 < options.memory_fraction <= 1:
         raise InvalidRequestError(f"memory_fraction={options.memory_fraction!r} must be above 0 and at most 1")
+    if options.dry_run and options.against is not None:
+        raise InvalidRequestError(f"--against {options.against}: --dry-run loads no weights to compare: omit one of the two")
     require_output(options.output)
     name, device = options.name or options.model or "tiny", resolve_device(options.device)
     ranks = options.tensor_parallel_size

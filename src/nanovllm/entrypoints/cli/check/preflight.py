@@ -230,7 +230,7 @@ def _outlook(
     config = fitted(config, device, chosen)
     quantisation = None if folder is None else read_quantisation(read_json(folder / "config.json"), folder)
     if rounding is not None and quantisation is not None:
-        raise quantised_already(rounding.kind, quantisation.method)
+        raise quantised_already(rounding, quantisation.method)
     if rounding is not None and foreign:
         problems.append(f"quantization={rounding.kind!r} is not possible: the architecture is not built in")
         rounding = None

@@ -219,6 +219,8 @@ ANSWERS: Mapping[str, Schema] = MappingProxyType(
                 "page_size": INTEGER,
                 "page_bytes": INTEGER,
                 "pages": obj({"total": INTEGER, **dict.fromkeys(KINDS, INTEGER)}),
+                "host_pages": obj({"total": INTEGER, "used": INTEGER}),
+                "disk": either(obj({"bytes": INTEGER, "max_bytes": INTEGER}), NULL),
                 "shared": INTEGER,
                 "saved": INTEGER,
                 "map": obj({"pages_per_cell": INTEGER, "cells": LOOKS, "more_free": INTEGER}),
