@@ -19,25 +19,22 @@ from nanovllm.types import Tensor
 # With 0x4300 above it, a nibble in the lowest bits is 128 + its value. A nibble in bits 4 ... 7 and nothing else is its value times 2^-129,
 # because the first normal numbers go on evenly where those below the smallest normal one end; a factor of 2^127 makes it a quarter. So
 # nibbles need no shift for each of them.
-_NIBBLES = """{{
-    .reg .b32 high, quarter, scale{registers};
+INT4_BF16 = tl.constexpr("""{
+    .reg .b32 high, quarter, scale, less, two;
     mov.b32 quarter, 0x3E803E80;
-    mov.b32 scale, 0x7F007F00;{summands}
+    mov.b32 scale, 0x7F007F00;
+    mov.b32 less, 0xC208C208;
+    mov.b32 two, 0xC000C000;
     shr.b32 high, $4, 8;
     lop3.b32 $0, $4, 0x000F000F, 0x43004300, 0xEA;
     and.b32 $1, $4, 0x00F000F0;
     lop3.b32 $2, high, 0x000F000F, 0x43004300, 0xEA;
     and.b32 $3, high, 0x00F000F0;
-    fma.rn.bf16x2 $0, $0, quarter, {less};
-    fma.rn.bf16x2 $1, $1, scale, {two};
-    fma.rn.bf16x2 $2, $2, quarter, {less};
-    fma.rn.bf16x2 $3, $3, scale, {two};
-}}"""
-_SUMMANDS = """
-    mov.b32 less, 0xC208C208;
-    mov.b32 two, 0xC000C000;"""
-INT4_BF16 = tl.constexpr(_NIBBLES.format(registers=", less, two", summands=_SUMMANDS, less="less", two="two"))
-INT4_ZEROS = tl.constexpr(_NIBBLES.format(registers="", summands="", less="$5", two="$6"))  # the summands have an output's zero points
+    fma.rn.bf16x2 $0, $0, quarter, less;
+    fma.rn.bf16x2 $1, $1, scale, two;
+    fma.rn.bf16x2 $2, $2, quarter, less;
+    fma.rn.bf16x2 $3, $3, scale, two;
+}""")
 # Of two pairs of 8-bit codes, the low or the high ones go into a register. 128 + the low 7 bits, minus 128 or 256 by the highest bit.
 INT8_LOW = tl.constexpr("""{
     .reg .b32 a, c, minus;
