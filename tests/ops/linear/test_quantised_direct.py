@@ -15,7 +15,17 @@ from nanovllm.models.tuning.launches import Codes, Machine, Work
 from nanovllm.models.tuning.quantised_candidates import default_cut, others, steps, valid
 from nanovllm.ops.linear.quantise import Kind
 from nanovllm.ops.linear.quantised import QuantisedMatrix
-from nanovllm.ops.linear.quantised_tiles import DIRECT_ROWS, DirectTile, direct_fits, direct_tile, serves_closely, serves_direct, usual_tile
+from nanovllm.ops.linear.quantised_tiles import (
+    DIRECT_ROWS,
+    SUMMED_ROWS,
+    DirectTile,
+    direct_fits,
+    direct_tile,
+    large,
+    serves_closely,
+    serves_direct,
+    usual_tile,
+)
 from nanovllm.testing.quantised_problems import quantised_problem
 from tests.ops.linear.test_quantised_kernels import error
 from tests.ops.test_kernels_compile import Compiled, compiled  # noqa: F401  (a fixture)
@@ -109,6 +119,8 @@ def test_what_it_multiplies_by_default() -> None:
     square = matrix_of("int4", 4096, 4096)
     assert [serves_direct(square, rows, False) for rows in (1, 16, 17)] == [True, True, False]
     assert serves_direct(matrix_of("int4", 1024, 2048), 1, False) and serves_direct(matrix_of("int4", 24576, 4096, zeros=True), 16, True)
+    small = matrix_of("fp8", 4096, 1024)
+    assert [serves_direct(small, rows, False) for rows in (1, 2, 3, 8, 9)] == [False, False, True, True, False]
     for wide in (matrix_of("fp8", 4096, 12288), matrix_of("fp8", 4096, 12288, group=128, rows=128), matrix_of("int8", 4096, 12288)):
         assert [serves_direct(wide, rows, False) for rows in (1, 8, 9)] == [True, True, False]
     assert not serves_direct(matrix_of("int4", 37888, 3584), 1, True)  # 28 blocks of columns
@@ -125,7 +137,8 @@ def test_default_tiles_fit(columns: int) -> None:
     for kind, rows, gated, outputs in product(kinds, (1, 2, 4, 8, 9, 16), (False, True), (1024, 4096, 32768)):
         matrix = matrix_of(kind, outputs, columns)
         tile = direct_tile(matrix, rows, gated)
-        assert direct_fits(tile, matrix, rows, gated) and serves_direct(matrix, rows, gated) is (rows <= DIRECT_ROWS[kind])
+        summed = kind != "int4" and rows <= SUMMED_ROWS and not large(matrix)
+        assert direct_fits(tile, matrix, rows, gated) and serves_direct(matrix, rows, gated) is (rows <= DIRECT_ROWS[kind] and not summed)
         assert tile.depth * tile.warps * (2 if gated else 1) >= 8
 
 

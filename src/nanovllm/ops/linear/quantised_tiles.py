@@ -160,10 +160,15 @@ def serves_split(matrix: QuantisedMatrix, rows: int) -> bool:
 
 
 def serves_direct(matrix: QuantisedMatrix, rows: int, gated: bool) -> bool:
-    """Return whether the kernel whose codes go from memory to registers multiplies so many rows with this matrix, where there is one."""
+    """Return whether the kernel whose codes go from memory to registers multiplies so many rows with this matrix, where there is one.
+
+    One and two rows of 8-bit codes of a small matrix are faster summed in float32: many small programs end sooner than few large ones.
+    """
+    if rows > DIRECT_ROWS[matrix.kind] or (serves_few(matrix, rows) and not large(matrix)):
+        return False
     tile = direct_tile(matrix, rows, gated)
     on_the_way = tile.depth * tile.warps * (2 if gated and rows > 8 else 1)
-    return rows <= DIRECT_ROWS[matrix.kind] and on_the_way >= 8 and direct_fits(tile, matrix, rows, gated)
+    return on_the_way >= 8 and direct_fits(tile, matrix, rows, gated)
 
 
 def serves_closely(matrix: QuantisedMatrix, rows: int, gated: bool, *, hopper: bool) -> bool:
