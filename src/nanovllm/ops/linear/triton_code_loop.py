@@ -10,7 +10,7 @@ where scales come in (`scale_form`). The scales of a step are loaded a step earl
 import triton
 import triton.language as tl
 
-from nanovllm.ops.linear.triton_codes import fields_of, numbers, span_of, unit_of
+from nanovllm.ops.linear.triton_codes import fields_of, numbers, rest_of, span_of, unit_of
 
 
 @triton.jit
@@ -27,9 +27,10 @@ def weight_tiles(
     """Convert a tile of elements to a tile of numbers for each field, whose first column is `column` + field * `span_of`.
 
     With `FORM` "spread", they are the dequantised weights. Otherwise they are codes minus zeros, which have few enough bits to be exact,
-    and are to be multiplied by `unit_of`.
+    and are to be multiplied by `unit_of` and `rest_of`.
     """
-    UNIT: tl.constexpr = unit_of(dtype, NIBBLES, ASM)
+    UNIT: tl.constexpr = unit_of(dtype, NIBBLES, FP8, ASM)
+    REST: tl.constexpr = rest_of(dtype, FP8, ASM)
     SPAN: tl.constexpr = span_of(NIBBLES)
     wide = numbers(codes, dtype, NIBBLES, FP8, ASM)
     tiles = ()
@@ -39,7 +40,7 @@ def weight_tiles(
             columns = column + field * SPAN + tl.arange(0, D)[None, :]
             scale = scale_at(scales, row[:, None], columns, K, GROUP, GROUPS).to(tl.float32)
             zero = scale_at(zeros, row[:, None], columns, K, GROUP, GROUPS).to(tl.float32) if ZEROS else 0.0
-            tile = ((tile.to(tl.float32) * UNIT - zero) * scale).to(dtype)
+            tile = ((tile.to(tl.float32) * UNIT * REST - zero) * scale).to(dtype)
         elif ZEROS:
             at = column + (field * SPAN if FORM == "fields" else 0)
             tile -= (scale_at(zeros, row, at, K, GROUP, GROUPS).to(tl.float32) * (1 / UNIT)).to(dtype)[:, None]
@@ -71,11 +72,11 @@ def step_scales(
 
 @triton.jit
 def first_scales(
-    scales, row, up_row, column, K: tl.constexpr, NIBBLES: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    GATED: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr,
+    scales, row, up_row, column, K: tl.constexpr, NIBBLES: tl.constexpr, FP8: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, GATED: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Load the scales with which `summed_products` begins: the gate's, or the only matrix's, then the up projection's (`step_scales`)."""
-    UNIT: tl.constexpr = unit_of(dtype, NIBBLES, ASM)
+    UNIT: tl.constexpr = unit_of(dtype, NIBBLES, FP8, ASM)
     found = step_scales(scales, row, column, K, NIBBLES, FORM, GROUP, GROUPS, UNIT)
     if GATED:
         found += step_scales(scales, up_row, column, K, NIBBLES, FORM, GROUP, GROUPS, UNIT)
@@ -112,7 +113,8 @@ def summed_products(
     `first_scales`. `WHOLE`: no step reaches beyond the codes or the inputs.
     """
     dtype: tl.constexpr = inputs.dtype.element_ty
-    UNIT: tl.constexpr = unit_of(dtype, NIBBLES, ASM)
+    UNIT: tl.constexpr = unit_of(dtype, NIBBLES, FP8, ASM)
+    REST: tl.constexpr = rest_of(dtype, FP8, ASM) if FORM != "spread" else 1.0
     SPAN: tl.constexpr = span_of(NIBBLES)
     UP: tl.constexpr = fields_of(NIBBLES) if FORM == "fields" else 1  # pyright: ignore[reportAssignmentType]  # the number of the up projection's first scale
     d = tl.arange(0, D)
@@ -122,7 +124,7 @@ def summed_products(
     for at in tl.range(start, stop, D, num_stages=STAGES):
         # Not by `column_of`: Triton forgets the alignment of what a call returns, and would load input by input.
         column = tl.multiple_of(at // SPAN * 128 + at % SPAN, D)
-        after = first_scales(scales, row, up_row, column_of(at + D, NIBBLES), K, NIBBLES, FORM, GROUP, GROUPS, GATED, dtype, ASM)
+        after = first_scales(scales, row, up_row, column_of(at + D, NIBBLES), K, NIBBLES, FP8, FORM, GROUP, GROUPS, GATED, dtype, ASM)
         taken = ()
         if WHOLE:
             codes = tl.load(own + at)
@@ -144,4 +146,7 @@ def summed_products(
         acc *= tl.load(scales + row).to(tl.float32)[:, None] * UNIT
         if GATED:
             other *= tl.load(scales + up_row).to(tl.float32)[:, None] * UNIT
+    if REST != 1.0:
+        acc *= REST
+        other *= REST
     return acc, other

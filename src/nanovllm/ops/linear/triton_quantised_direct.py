@@ -34,7 +34,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.ops.linear.quantised_tiles import DirectTile
-from nanovllm.ops.linear.triton_codes import fields_of, grouping, operands, span_of
+from nanovllm.ops.linear.triton_codes import FP8_HIGH, FP8_LOW, fields_of, grouping, operands, span_of
 from nanovllm.ops.triton_parts import activated, launch_options, rounded
 from nanovllm.types import Float, Tensor
 
@@ -103,10 +103,10 @@ def _numbers(words, NIBBLES: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr)
         found = (words & 0x000F000F, words & 0x00F000F0, later & 0x000F000F, later & 0x00F000F0)
     elif not FP8:
         found = ((words ^ 0x00800080) & 0x00FF00FF, ((words >> 8) ^ 0x00800080) & 0x00FF00FF)
-    elif ASM:  # each byte with its sign in the byte above it
-        low = tl.inline_asm_elementwise("prmt.b32 $0, $1, 0, 0xA280;", "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1)
-        high = tl.inline_asm_elementwise("prmt.b32 $0, $1, 0, 0xB391;", "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1)
-        found = ((low << 4) & -0x780F7810, (high << 4) & -0x780F7810)
+    elif ASM:
+        low = tl.inline_asm_elementwise(FP8_LOW, "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1)
+        high = tl.inline_asm_elementwise(FP8_HIGH, "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1)
+        found = (low, high)
     else:
         found = (
             ((words << 8) & -0x7FFF8000) | ((words << 4) & 0x07F007F0), (words & -0x7FFF8000) | ((words >> 4) & 0x07F007F0),

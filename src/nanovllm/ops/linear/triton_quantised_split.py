@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.ops.linear.quantised_tiles import SplitTile, scale_form, split_columns
-from nanovllm.ops.linear.triton_codes import fields_of, grouping, numbers, operands, results, span_of, unit_of
+from nanovllm.ops.linear.triton_codes import fields_of, grouping, numbers, operands, rest_of, results, span_of, unit_of
 from nanovllm.ops.linear.triton_many_rows import ask
 from nanovllm.ops.linear.triton_quantised_many import LINE, MOST_ASKED
 from nanovllm.ops.triton_parts import activated, launch_options, rounded
@@ -46,7 +46,7 @@ def _multiplied(
     tiles = numbers(codes, dtype, NIBBLES, FP8, ASM)
     zero = ()
     if ZEROS:
-        zero = _factors(zeros, row, column, NIBBLES, FORM, GROUP, GROUPS, 1 / unit_of(dtype, NIBBLES, ASM))
+        zero = _factors(zeros, row, column, NIBBLES, FORM, GROUP, GROUPS, 1 / unit_of(dtype, NIBBLES, FP8, ASM))
     total = sums if FORM != "step" else tl.zeros(sums.shape, tl.float32)
     for field in tl.static_range(fields_of(NIBBLES)):
         tile = tiles[field]
@@ -76,7 +76,8 @@ def _split_product(
         gdc_launch_dependents()
     FIELDS: tl.constexpr = fields_of(NIBBLES)
     SPAN: tl.constexpr = span_of(NIBBLES)
-    UNIT: tl.constexpr = unit_of(x.dtype.element_ty, NIBBLES, ASM)
+    UNIT: tl.constexpr = unit_of(x.dtype.element_ty, NIBBLES, FP8, ASM)
+    REST: tl.constexpr = rest_of(x.dtype.element_ty, FP8, ASM)
     EACH: tl.constexpr = FORM != "row"
     n, part, b = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1), tl.arange(0, BP)
     on, row = b < B, tl.minimum(n, N - 1)  # what is read for outputs beyond the last is not stored
@@ -124,6 +125,7 @@ def _split_product(
     whole = tl.sum(acc, 0)
     if FORM == "row":
         whole *= tl.load(scales + scale_row).to(tl.float32)[:, None] * UNIT
+    whole *= REST
     to = y + (part * B + b).to(tl.int64)[None, :] * N + n[:, None]
     mask = on[None, :] & (n < N)[:, None]
     if PARTS > 1:
@@ -133,6 +135,7 @@ def _split_product(
             ups = tl.sum(other, 0)
             if FORM == "row":
                 ups *= tl.load(scales + up_row).to(tl.float32)[:, None] * UNIT
+            ups *= REST
             whole = activated(whole, ups, y.dtype.element_ty, ACT)
         tl.store(to, rounded(whole, biases, whole, y.dtype.element_ty, BIAS, False), mask=mask)
 
