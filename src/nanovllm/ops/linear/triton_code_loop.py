@@ -10,7 +10,7 @@ where scales come in (`scale_form`). The scales of a step are loaded a step earl
 import triton
 import triton.language as tl
 
-from nanovllm.ops.linear.triton_codes import fields_of, numbers, rest_of, span_of, unit_of
+from nanovllm.ops.linear.triton_codes import fields_of, half_of, numbers, span_of, unit_of
 
 
 @triton.jit
@@ -27,10 +27,10 @@ def weight_tiles(
     """Convert a tile of elements to a tile of numbers for each field, whose first column is `column` + field * `span_of`.
 
     With `FORM` "spread", they are the dequantised weights. Otherwise they are codes minus zeros, which have few enough bits to be exact,
-    and are to be multiplied by `unit_of` and `rest_of`.
+    and are to be multiplied by `unit_of`, and twice by `half_of`.
     """
-    UNIT: tl.constexpr = unit_of(dtype, NIBBLES, FP8, ASM)
-    REST: tl.constexpr = rest_of(dtype, FP8, ASM)
+    UNIT: tl.constexpr = unit_of(dtype, NIBBLES, ASM)
+    HALF: tl.constexpr = half_of(dtype, FP8, ASM)
     SPAN: tl.constexpr = span_of(NIBBLES)
     wide = numbers(codes, dtype, NIBBLES, FP8, ASM)
     tiles = ()
@@ -40,7 +40,7 @@ def weight_tiles(
             columns = column + field * SPAN + tl.arange(0, D)[None, :]
             scale = scale_at(scales, row[:, None], columns, K, GROUP, GROUPS).to(tl.float32)
             zero = scale_at(zeros, row[:, None], columns, K, GROUP, GROUPS).to(tl.float32) if ZEROS else 0.0
-            tile = ((tile.to(tl.float32) * UNIT * REST - zero) * scale).to(dtype)
+            tile = ((tile.to(tl.float32) * UNIT * HALF * HALF - zero) * scale).to(dtype)
         elif ZEROS:
             at = column + (field * SPAN if FORM == "fields" else 0)
             tile -= (scale_at(zeros, row, at, K, GROUP, GROUPS).to(tl.float32) * (1 / UNIT)).to(dtype)[:, None]
@@ -72,11 +72,11 @@ def step_scales(
 
 @triton.jit
 def first_scales(
-    scales, row, up_row, column, K: tl.constexpr, NIBBLES: tl.constexpr, FP8: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr,
-    GROUPS: tl.constexpr, GATED: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr,
+    scales, row, up_row, column, K: tl.constexpr, NIBBLES: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    GATED: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Load the scales with which `summed_products` begins: the gate's, or the only matrix's, then the up projection's (`step_scales`)."""
-    UNIT: tl.constexpr = unit_of(dtype, NIBBLES, FP8, ASM)
+    UNIT: tl.constexpr = unit_of(dtype, NIBBLES, ASM)
     found = step_scales(scales, row, column, K, NIBBLES, FORM, GROUP, GROUPS, UNIT)
     if GATED:
         found += step_scales(scales, up_row, column, K, NIBBLES, FORM, GROUP, GROUPS, UNIT)
@@ -84,16 +84,16 @@ def first_scales(
 
 
 @triton.jit
-def _multiplied(sums, tiles, inputs, scales, FIRST: tl.constexpr, NIBBLES: tl.constexpr, FORM: tl.constexpr):
-    """Return the sums with the products of a step added. Its scales begin at number `FIRST`."""
+def _multiplied(sums, tiles, inputs, scales, FIRST: tl.constexpr, NIBBLES: tl.constexpr, FORM: tl.constexpr, HALF: tl.constexpr):
+    """Return the sums with the products of a step added. Its scales begin at number `FIRST`, and are multiplied by `HALF`."""
     if FORM == "fields":
         for field in tl.static_range(fields_of(NIBBLES)):
-            sums += tl.dot(tiles[field], inputs[field]) * scales[FIRST + field][:, None]
+            sums += tl.dot(tiles[field], inputs[field]) * (scales[FIRST + field] * HALF)[:, None]
     elif FORM == "step":
         total = tl.dot(tiles[0], inputs[0])
         for field in tl.static_range(1, fields_of(NIBBLES)):
             total = tl.dot(tiles[field], inputs[field], total)
-        sums += total * scales[FIRST][:, None]
+        sums += total * (scales[FIRST] * HALF)[:, None]
     else:
         for field in tl.static_range(fields_of(NIBBLES)):
             sums = tl.dot(tiles[field], inputs[field], sums)
@@ -113,8 +113,8 @@ def summed_products(
     `first_scales`. `WHOLE`: no step reaches beyond the codes or the inputs.
     """
     dtype: tl.constexpr = inputs.dtype.element_ty
-    UNIT: tl.constexpr = unit_of(dtype, NIBBLES, FP8, ASM)
-    REST: tl.constexpr = rest_of(dtype, FP8, ASM) if FORM != "spread" else 1.0
+    UNIT: tl.constexpr = unit_of(dtype, NIBBLES, ASM)
+    HALF: tl.constexpr = half_of(dtype, FP8, ASM) if FORM != "spread" else 1.0
     SPAN: tl.constexpr = span_of(NIBBLES)
     UP: tl.constexpr = fields_of(NIBBLES) if FORM == "fields" else 1  # pyright: ignore[reportAssignmentType]  # the number of the up projection's first scale
     d = tl.arange(0, D)
@@ -124,7 +124,7 @@ def summed_products(
     for at in tl.range(start, stop, D, num_stages=STAGES):
         # Not by `column_of`: Triton forgets the alignment of what a call returns, and would load input by input.
         column = tl.multiple_of(at // SPAN * 128 + at % SPAN, D)
-        after = first_scales(scales, row, up_row, column_of(at + D, NIBBLES), K, NIBBLES, FP8, FORM, GROUP, GROUPS, GATED, dtype, ASM)
+        after = first_scales(scales, row, up_row, column_of(at + D, NIBBLES), K, NIBBLES, FORM, GROUP, GROUPS, GATED, dtype, ASM)
         taken = ()
         if WHOLE:
             codes = tl.load(own + at)
@@ -136,17 +136,16 @@ def summed_products(
                 there = on & (column + field * SPAN + d < K)[:, None]
                 taken += (tl.load(inputs + column + field * SPAN, mask=there, other=0.0),)
         tiles = weight_tiles(codes, scales, zeros, row, column, K, NIBBLES, FP8, FORM, GROUP, GROUPS, ZEROS, D, dtype, ASM)
-        acc = _multiplied(acc, tiles, taken, now, 0, NIBBLES, FORM)
+        acc = _multiplied(acc, tiles, taken, now, 0, NIBBLES, FORM, HALF)
         if GATED:
             codes = tl.load(up_own + at) if WHOLE else tl.load(up_own + at, mask=(at + d < WIDTH)[None, :], other=0)
             tiles = weight_tiles(codes, scales, zeros, up_row, column, K, NIBBLES, FP8, FORM, GROUP, GROUPS, ZEROS, D, dtype, ASM)
-            other = _multiplied(other, tiles, taken, now, UP, NIBBLES, FORM)
+            other = _multiplied(other, tiles, taken, now, UP, NIBBLES, FORM, HALF)
         now = after
     if FORM == "row":
-        acc *= tl.load(scales + row).to(tl.float32)[:, None] * UNIT
+        acc *= tl.load(scales + row).to(tl.float32)[:, None] * (UNIT * HALF)
         if GATED:
-            other *= tl.load(scales + up_row).to(tl.float32)[:, None] * UNIT
-    if REST != 1.0:
-        acc *= REST
-        other *= REST
+            other *= tl.load(scales + up_row).to(tl.float32)[:, None] * (UNIT * HALF)
+    acc *= HALF
+    other *= HALF
     return acc, other

@@ -1,8 +1,8 @@
 """Codes of quantised matrices as numbers, inside Triton kernels. Import this module only if Triton is installed.
 
-All conversions are exact, but for a factor (`unit_of`). Where the compiler's own conversion takes many instructions, the bits are moved by
-hand: an integer becomes the low mantissa bits of a number whose exponent is known, and the known part is subtracted. `ASM` selects PTX;
-without it plain operations compute the same, which Triton's interpreter can run.
+All conversions are exact, but for a factor (`unit_of`, `half_of`). Where the compiler's own conversion takes many instructions, the bits are
+moved by hand: an integer becomes the low mantissa bits of a number whose exponent is known, and the known part is subtracted. `ASM` selects
+PTX; without it plain operations compute the same, which Triton's interpreter can run.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
@@ -126,14 +126,14 @@ def span_of(nibbles):
 
 
 @triton.constexpr_function
-def unit_of(dtype, nibbles, fp8, asm):
-    """Return what the numbers that `numbers` gives are to be multiplied by, beside `rest_of`."""
-    return (4.0 if nibbles else rest_of(dtype, fp8, asm)) if asm and dtype == tl.bfloat16 else 1.0
+def unit_of(dtype, nibbles, asm):
+    """Return what the numbers that `numbers` gives are to be multiplied by, beside `half_of`."""
+    return 4.0 if nibbles and asm and dtype == tl.bfloat16 else 1.0
 
 
 @triton.constexpr_function
-def rest_of(dtype, fp8, asm):
-    """Return what sums of scaled numbers are to be multiplied by: half of 2^120, because a scale times all of it could be infinite."""
+def half_of(dtype, fp8, asm):
+    """Return what they are to be multiplied by twice: by 2^120 at once a scale could become infinite."""
     return 2.0**60 if fp8 and asm and dtype == tl.bfloat16 else 1.0
 
 
@@ -170,7 +170,7 @@ def pairs(codes, dtype: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr):
 def numbers(codes, dtype: tl.constexpr, NIBBLES: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr):
     """Convert elements of 16 bits to a tensor of numbers for each of their fields, from the lowest bits to the highest.
 
-    They are to be multiplied by `unit_of` and `rest_of`. Field f of element i of a block belongs to column i + f * `span_of`.
+    They are to be multiplied by `unit_of`, and twice by `half_of`. Field f of element i of a block belongs to column i + f * `span_of`.
     """
     return quads(codes, dtype, ASM) if NIBBLES else pairs(codes, dtype, FP8, ASM)
 

@@ -54,7 +54,7 @@ def _product(
     biases = tl.load(bias + row)[:, None] if BIAS else 0.0
     start = part * PART
     first = first_scales(
-        scales, scale_row, up_row, column_of(start, NIBBLES), K, NIBBLES, FP8, FORM, GROUP, GROUPS, GATED, x.dtype.element_ty, ASM
+        scales, scale_row, up_row, column_of(start, NIBBLES), K, NIBBLES, FORM, GROUP, GROUPS, GATED, x.dtype.element_ty, ASM
     )  # fmt: skip
     if PDL:
         if LINES:

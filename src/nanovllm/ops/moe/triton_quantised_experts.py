@@ -230,7 +230,7 @@ def _quantised_grouped(
     scales += expert * SCALES
     zeros += expert * SCALES
     scale_row, up_row = row // ROWS, (row + N) // ROWS
-    found = first_scales(scales, scale_row, up_row, 0, K, NIBBLES, FP8, FORM, GROUP, GROUPS, GATED, x.dtype.element_ty, ASM)
+    found = first_scales(scales, scale_row, up_row, 0, K, NIBBLES, FORM, GROUP, GROUPS, GATED, x.dtype.element_ty, ASM)
     acc, other = summed_products(
         rows, on, own, up_own, scales, zeros, scale_row, up_row, found, 0, WIDTH, K, WIDTH, BP, BN, D, STAGES, NIBBLES, FP8, FORM,
         GROUP, GROUPS, ZEROS, GATED, WHOLE, ASM,
