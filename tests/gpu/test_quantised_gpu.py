@@ -22,6 +22,7 @@ from nanovllm.ops.linear.norm_linear import norm_linear
 from nanovllm.ops.linear.quantise import KINDS, Kind
 from nanovllm.ops.linear.quantised import QuantisedMatrix, cpu_layout, laid_out
 from nanovllm.ops.linear.quantised_tiles import (
+    DIRECT_ROWS,
     FUSED_ROWS,
     SPLIT_ROWS,
     SUMMED,
@@ -53,10 +54,11 @@ FORMS: list[tuple[Kind, int, int, dict[str, Any]]] = [
 
 
 def every_code(kind: Kind) -> tuple[QuantisedMatrix, torch.Tensor]:
-    """A row for each code that is a number, of equal columns, and the numbers, of all columns of an element."""
+    """A row for each code that is a number, of equal columns, and the numbers, of all columns of an element. Rows are a multiple of 16."""
     bits = torch.arange(256).to(torch.uint8)
     codes = bits if kind == "int4" else bits.view(torch.int8 if kind == "int8" else torch.float8_e4m3fn)
     codes = codes[codes.float().isfinite()]
+    codes = torch.cat((codes, codes[: -len(codes) % 16]))
     whole = codes.view(torch.uint8)[:, None].repeat(1, 64 if kind == "int4" else 128).view(codes.dtype).cuda()
     matrix = laid_out(QuantisedMatrix(codes=whole, scales=torch.ones(len(codes), 1, device=CUDA), columns=128, group=128))
     return matrix, matrix.dequantised(torch.float32)
@@ -89,25 +91,30 @@ def test_every_code_is_converted_exactly(kind: Kind, dtype: torch.dtype) -> None
             assert torch.equal(triton_quantised_split.product(x, matrix, None, False, tile, False, asm=asm).float(), want)
             many = triton_quantised_many.product(x, matrix, None, False, ManyTile(depth=128 // matrix.fields), False, asm=asm)
             assert torch.equal(many.float(), want)
-            if asm and kind == "int4" and dtype == BF16:
+            if asm and dtype == BF16:
                 tile = DirectTile(depth=1, warps=1)
                 direct = triton_quantised_direct.launch(x, matrix, None, None, None, 0.0, False, tile, True, "silu", True)
                 assert torch.equal(direct.float(), want)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 13, 16, 24, 64, 128, 256])
-@pytest.mark.parametrize(("kind", "zeros"), [("int4", False), ("int4", True), ("fp8", False)])
-def test_large_matrices_give_the_same_bits_each_time(kind: Kind, zeros: bool, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "zeros", "block"),
+    [("int4", False, False), ("int4", True, False), ("fp8", False, False), ("fp8", False, True), ("int8", False, False)],
+    ids=["int4", "zeros", "fp8", "fp8-block", "int8"],
+)
+def test_large_matrices_give_the_same_bits_each_time(kind: Kind, zeros: bool, block: bool, rows: int) -> None:
     """By the default kernels, one launch after another, as near to float64 as bfloat16 is."""
     group: dict[str, Any] = {
-        "group": 128 if kind == "int4" else None,
+        "group": 128 if kind == "int4" or block else None,
+        "rows": 128 if block else 1,
         "scales": torch.float16 if zeros else BF16,
         "zeros": zeros,
         "device": "cuda",
     }
     square, gates = (quantised_problem(kind, outputs, 4096, **group) for outputs in (4096, 16384))
     tile = usual_tile(gates, rows, True, 132, shared_memory(CUDA), hopper=dependent_launch(CUDA))
-    assert isinstance(tile, DirectTile) or not dependent_launch(CUDA) or rows > (16 if kind == "int4" else 1)
+    assert isinstance(tile, DirectTile) or not dependent_launch(CUDA) or rows > DIRECT_ROWS[kind]
     x, residual, gain = (torch.randn(count, 4096, device=CUDA).to(BF16) for count in (rows, rows, 1))
     gain = gain[0].abs() + 0.5
     normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * gain.double()

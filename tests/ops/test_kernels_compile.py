@@ -236,6 +236,17 @@ def test_route(compiled: Compiled, num: int, k: int) -> None:
     compiled.check()
 
 
+@pytest.mark.parametrize("compiled", [90], indirect=True)
+def test_one_kernel_moves_images_wherever_their_ids_begin(compiled: Compiled) -> None:
+    """A second kernel would be compiled while an engine runs."""
+    from nanovllm.ops.kv_cache import triton_kv
+
+    pages, places = torch.zeros(2, 8, 2, 8, 16, 128, dtype=BF16), torch.arange(8, dtype=torch.int32)
+    for start in (0, 1):
+        triton_kv.move_images(pages, places[start : start + 3], pages[:, :3].transpose(0, 1).contiguous(), gathered=True)
+    assert compiled[0] is compiled[1]
+
+
 def test_memory_rows_and_sampling(compiled: Compiled) -> None:
     from nanovllm.ops.elementwise import triton_decode_rows
     from nanovllm.ops.kv_cache import triton_kv

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,17 @@ from nanovllm.models.tuning.launches import Codes, Machine, Work
 from nanovllm.models.tuning.quantised_candidates import default_cut, others, steps, valid
 from nanovllm.ops.linear.quantise import Kind
 from nanovllm.ops.linear.quantised import QuantisedMatrix
-from nanovllm.ops.linear.quantised_tiles import DirectTile, direct_fits, direct_tile, serves_closely, serves_direct, usual_tile
+from nanovllm.ops.linear.quantised_tiles import (
+    DIRECT_ROWS,
+    SUMMED_ROWS,
+    DirectTile,
+    direct_fits,
+    direct_tile,
+    large,
+    serves_closely,
+    serves_direct,
+    usual_tile,
+)
 from nanovllm.testing.quantised_problems import quantised_problem
 from tests.ops.linear.test_quantised_kernels import error
 from tests.ops.test_kernels_compile import Compiled, compiled  # noqa: F401  (a fixture)
@@ -22,7 +33,7 @@ from tests.ops.test_kernels_compile import Compiled, compiled  # noqa: F401  (a 
 BF16 = torch.bfloat16
 FORMS: list[tuple[Kind, dict[str, Any]]] = [
     ("int4", {"group": 128, "scales": BF16}), ("int4", {"group": 128, "zeros": True}), ("int4", {"group": None, "zeros": True}),
-    ("fp8", {"group": None}), ("fp8", {"group": 128, "rows": 128}),
+    ("fp8", {"group": None}), ("fp8", {"group": 128, "rows": 128}), ("int8", {"group": None}), ("int8", {"group": 128, "zeros": True}),
 ]  # fmt: skip
 compiles = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is on")
 
@@ -39,7 +50,7 @@ def test_every_form(form: tuple[Kind, dict[str, Any]], rows: int, gated: bool, n
     from nanovllm.ops.linear import triton_quantised_direct
 
     kind, more = form
-    outputs, width = 16 if kind == "int4" or not gated or more["group"] is None else 128, 512
+    outputs, width = 128 if gated and more.get("rows") else 16, 512
     matrix = quantised_problem(kind, outputs * (2 if gated else 1), width, **more, gpu=True)
     x = torch.randn(rows, width, generator=torch.Generator().manual_seed(rows)).to(BF16)
     gain = (1 + torch.arange(width) % 2).to(BF16) if norm else None
@@ -64,7 +75,9 @@ SHAPES = [("qkv", 6144, 4096, False), ("gate_up", 24576, 4096, True), ("down", 4
 @pytest.mark.parametrize("compiled", [90], indirect=True)
 @pytest.mark.parametrize(("name", "outputs", "width", "gated"), SHAPES)
 @pytest.mark.parametrize(
-    ("form", "rows"), [(FORMS[0], 1), (FORMS[1], 8), (FORMS[0], 8), (FORMS[0], 16), (FORMS[3], 1)], ids=["int4", "zeros", "8", "16", "fp8"]
+    ("form", "rows"),
+    [(FORMS[0], 1), (FORMS[1], 8), (FORMS[0], 8), (FORMS[0], 16), (FORMS[3], 1), (FORMS[4], 8), (FORMS[5], 8)],
+    ids=["int4", "zeros", "8", "16", "fp8", "fp8-block", "int8"],
 )
 def test_registers_suffice(
     compiled: Compiled, name: str, outputs: int, width: int, gated: bool, form: tuple[Kind, dict[str, Any]], rows: int,  # noqa: F811
@@ -102,14 +115,14 @@ def matrix_of(kind: Kind, outputs: int, columns: int, **more: Any) -> QuantisedM
 
 
 def test_what_it_multiplies_by_default() -> None:
-    """Large matrices, with the scales and the numbers of rows that were measured, in bfloat16 on a GPU that can run it."""
-    square, small = matrix_of("int4", 4096, 4096), matrix_of("int4", 1024, 4096)
+    """The numbers of rows, and the divisions of columns, that were measured, in bfloat16 on a GPU that can run it."""
+    square = matrix_of("int4", 4096, 4096)
     assert [serves_direct(square, rows, False) for rows in (1, 16, 17)] == [True, True, False]
-    assert not serves_direct(small, 1, False) and serves_direct(matrix_of("int4", 24576, 4096, zeros=True), 8, True)
-    wide = matrix_of("fp8", 4096, 12288)
-    assert [serves_direct(wide, rows, False) for rows in (1, 2)] == [True, False]
-    assert not serves_direct(matrix_of("fp8", 4096, 12288, group=128, rows=128), 1, False)
-    assert not serves_direct(matrix_of("int8", 4096, 12288), 1, False)
+    assert serves_direct(matrix_of("int4", 1024, 2048), 1, False) and serves_direct(matrix_of("int4", 24576, 4096, zeros=True), 16, True)
+    small = matrix_of("fp8", 4096, 1024)
+    assert [serves_direct(small, rows, False) for rows in (1, 2, 3, 8, 9)] == [False, False, True, True, False]
+    for wide in (matrix_of("fp8", 4096, 12288), matrix_of("fp8", 4096, 12288, group=128, rows=128), matrix_of("int8", 4096, 12288)):
+        assert [serves_direct(wide, rows, False) for rows in (1, 8, 9)] == [True, True, False]
     assert not serves_direct(matrix_of("int4", 37888, 3584), 1, True)  # 28 blocks of columns
     for rows, split in ((1, False), (16, False), (16, True)):
         tiles = [usual_tile(square, rows, False, 132, 200_000, split=split, hopper=hopper) for hopper in (True, False)]
@@ -120,12 +133,13 @@ def test_what_it_multiplies_by_default() -> None:
 @pytest.mark.parametrize("columns", [1024, 4096, 5120, 8192, 12288, 25600, 28672])
 def test_default_tiles_fit(columns: int) -> None:
     """All blocks of a row are divided evenly, and enough of them are on the way."""
-    served: list[tuple[Kind, int]] = [("int4", 1), ("int4", 8), ("int4", 9), ("int4", 16), ("fp8", 1)]
-    for kind, rows in served:
-        for gated in (False, True):
-            matrix = matrix_of(kind, 32768, columns)
-            tile = direct_tile(matrix, rows, gated)
-            assert direct_fits(tile, matrix, rows, gated) and serves_direct(matrix, rows, gated) and tile.depth * tile.warps >= 8
+    kinds: list[Kind] = ["int4", "fp8", "int8"]
+    for kind, rows, gated, outputs in product(kinds, (1, 2, 4, 8, 9, 16), (False, True), (1024, 4096, 32768)):
+        matrix = matrix_of(kind, outputs, columns)
+        tile = direct_tile(matrix, rows, gated)
+        summed = kind != "int4" and rows <= SUMMED_ROWS and not large(matrix)
+        assert direct_fits(tile, matrix, rows, gated) and serves_direct(matrix, rows, gated) is (rows <= DIRECT_ROWS[kind] and not summed)
+        assert tile.depth * tile.warps * (2 if gated else 1) >= 8
 
 
 def test_a_tuner_knows_it() -> None:

@@ -59,7 +59,8 @@ def _copy_pages(pages, src, dst, layer_stride, page_size_in_elements, BLOCK: tl.
     tl.store(base + tl.load(dst + n).to(tl.int64) * page_size_in_elements, page, mask=ok)
 
 
-@triton.jit
+# The ids are parts of a longer tensor, which begin anywhere in it: one kernel serves all.
+@triton.jit(do_not_specialize_on_alignment=["ids"])
 def _move_images(pages, ids, images, layer_stride, page_size_in_elements, GATHERED: tl.constexpr, BLOCK: tl.constexpr):
     """Program (image, layer, block) copies one block of one page in one layer to its image, or back."""
     n, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)

@@ -20,8 +20,8 @@ SUMMED_PARTS = 64  # rows up to which parts of a product are summed by a kernel 
 # The least rows that it multiplies by default, with a matrix of at least `LARGE` bytes of codes, and with a smaller one.
 SPLIT_FROM = MappingProxyType({"int4": (1, 1), "int8": (1, 3), "fp8": (2, 3)})
 LARGE = 8 << 20
-# How many rows the kernel whose codes go from memory to registers multiplies by default with a large matrix.
-DIRECT_ROWS = MappingProxyType({"int4": 16, "fp8": 1, "int8": 0})
+# How many rows the kernel whose codes go from memory to registers multiplies by default.
+DIRECT_ROWS = MappingProxyType({"int4": 16, "fp8": 8, "int8": 8})
 LONG_INPUTS = 8192  # of a product: then its programs have 8 warps
 GATED_ROWS = 64  # with 4-bit codes: above it, a product and its gate are two launches, because a program has no room for two matrices
 FUSED_ROWS = 512  # above it, a matrix is dequantised into memory once and torch multiplies
@@ -160,21 +160,20 @@ def serves_split(matrix: QuantisedMatrix, rows: int) -> bool:
 
 
 def serves_direct(matrix: QuantisedMatrix, rows: int, gated: bool) -> bool:
-    """Return whether the kernel whose codes go from memory to registers multiplies so many rows with this matrix, where there is one."""
-    if rows > DIRECT_ROWS[matrix.kind] or not large(matrix) or not _as_measured(matrix):
+    """Return whether the kernel whose codes go from memory to registers multiplies so many rows with this matrix, where there is one.
+
+    One and two rows of 8-bit codes of a small matrix are faster summed in float32: many small programs end sooner than few large ones.
+    """
+    if rows > DIRECT_ROWS[matrix.kind] or (serves_few(matrix, rows) and not large(matrix)):
         return False
     tile = direct_tile(matrix, rows, gated)
-    return tile.depth * tile.warps >= 8 and direct_fits(tile, matrix, rows, gated)
+    on_the_way = tile.depth * tile.warps * (2 if gated and rows > 8 else 1)
+    return on_the_way >= 8 and direct_fits(tile, matrix, rows, gated)
 
 
 def serves_closely(matrix: QuantisedMatrix, rows: int, gated: bool, *, hopper: bool) -> bool:
     """Return whether a kernel multiplies so many rows that also computes the norm of its input and adds a residual."""
     return serves_few(matrix, rows) or (hopper and serves_direct(matrix, rows, gated))
-
-
-def _as_measured(matrix: QuantisedMatrix) -> bool:
-    """Return whether a matrix has the scales with which `DirectTile` was measured: those of 8-bit codes are one for each row."""
-    return matrix.bits == 4 or matrix.scales.shape[-1] == 1
 
 
 def large(matrix: QuantisedMatrix) -> bool:
@@ -245,7 +244,7 @@ def direct_fits(tile: DirectTile, matrix: QuantisedMatrix, rows: int, gated: boo
         return False
     if not 32 <= tile.registers <= min(255, 2048 // tile.warps) or tile.registers % 8 not in (0, 7):
         return False
-    if matrix.kind not in ("int4", "fp8") or len(matrix.shape) != 2 or matrix.order is not None or outputs % tile.outputs:
+    if len(matrix.shape) != 2 or matrix.order is not None or outputs % tile.outputs:
         return False
     whole = matrix.columns % (BLOCK * tile.depth * tile.warps) == 0 and (matrix.group % BLOCK == 0 or matrix.group >= matrix.columns)
     words = tile.depth * tile.outputs // 16 * (2 if gated else 1) * 8 * (1 if matrix.bits == 4 else 2)
@@ -255,14 +254,19 @@ def direct_fits(tile: DirectTile, matrix: QuantisedMatrix, rows: int, gated: boo
 def direct_tile(matrix: QuantisedMatrix, rows: int, gated: bool) -> DirectTile:
     """Choose the tile configuration for rows that `serves_direct`, by what was measured in whole layers. Its depth divides the inputs.
 
-    The codes on the way of a gate, with zero points, or with more than 8 rows would not leave enough registers at the full depth.
+    Programs have 8 or 16 warps where rows of codes are long or programs are few. Codes of a gate, and more than a few rows of inputs, leave
+    fewer registers for codes on the way.
     """
-    full = matrix.bits == 4 and rows <= 8 and not (gated and matrix.zeros is not None)
-    if not gated and matrix.columns >= LONG_INPUTS and rows <= 8:
-        tile = DirectTile(depth=2 if matrix.bits == 4 else 1, warps=8, registers=128)
+    four, blocks, programs = matrix.bits == 4, matrix.columns // BLOCK, matrix.shape[0] // 16
+    if not gated and programs < PROGRAMS // 2:
+        tile = DirectTile(depth=1, warps=8 if blocks % 16 else 16, registers=128)
+    elif not gated and (matrix.columns >= LONG_INPUTS or (rows <= 2 and programs <= PROGRAMS)):
+        tile = DirectTile(depth=4 if four and rows <= 4 else 2, warps=8, registers=128)
+    elif gated:
+        tile = DirectTile(depth=2 if rows <= 8 else 1, warps=4, registers=168)
     else:
-        tile = DirectTile(depth=4 if full else 2, warps=4, registers=168)
-    while tile.depth > 1 and matrix.columns % (BLOCK * tile.depth * tile.warps):
+        tile = DirectTile(depth=4 if four and rows <= 8 else 2, warps=4, registers=168)
+    while tile.depth > 1 and blocks % (tile.depth * tile.warps):
         tile = replace(tile, depth=tile.depth // 2)
     return tile
 

@@ -10,7 +10,7 @@ where scales come in (`scale_form`). The scales of a step are loaded a step earl
 import triton
 import triton.language as tl
 
-from nanovllm.ops.linear.triton_codes import fields_of, numbers, span_of, unit_of
+from nanovllm.ops.linear.triton_codes import fields_of, half_of, numbers, span_of, unit_of
 
 
 @triton.jit
@@ -27,9 +27,10 @@ def weight_tiles(
     """Convert a tile of elements to a tile of numbers for each field, whose first column is `column` + field * `span_of`.
 
     With `FORM` "spread", they are the dequantised weights. Otherwise they are codes minus zeros, which have few enough bits to be exact,
-    and are to be multiplied by `unit_of`.
+    and are to be multiplied by `unit_of`, and twice by `half_of`.
     """
     UNIT: tl.constexpr = unit_of(dtype, NIBBLES, ASM)
+    HALF: tl.constexpr = half_of(dtype, FP8, ASM)
     SPAN: tl.constexpr = span_of(NIBBLES)
     wide = numbers(codes, dtype, NIBBLES, FP8, ASM)
     tiles = ()
@@ -39,7 +40,7 @@ def weight_tiles(
             columns = column + field * SPAN + tl.arange(0, D)[None, :]
             scale = scale_at(scales, row[:, None], columns, K, GROUP, GROUPS).to(tl.float32)
             zero = scale_at(zeros, row[:, None], columns, K, GROUP, GROUPS).to(tl.float32) if ZEROS else 0.0
-            tile = ((tile.to(tl.float32) * UNIT - zero) * scale).to(dtype)
+            tile = ((tile.to(tl.float32) * UNIT * HALF * HALF - zero) * scale).to(dtype)
         elif ZEROS:
             at = column + (field * SPAN if FORM == "fields" else 0)
             tile -= (scale_at(zeros, row, at, K, GROUP, GROUPS).to(tl.float32) * (1 / UNIT)).to(dtype)[:, None]
@@ -83,16 +84,16 @@ def first_scales(
 
 
 @triton.jit
-def _multiplied(sums, tiles, inputs, scales, FIRST: tl.constexpr, NIBBLES: tl.constexpr, FORM: tl.constexpr):
-    """Return the sums with the products of a step added. Its scales begin at number `FIRST`."""
+def _multiplied(sums, tiles, inputs, scales, FIRST: tl.constexpr, NIBBLES: tl.constexpr, FORM: tl.constexpr, HALF: tl.constexpr):
+    """Return the sums with the products of a step added. Its scales begin at number `FIRST`, and are multiplied by `HALF`."""
     if FORM == "fields":
         for field in tl.static_range(fields_of(NIBBLES)):
-            sums += tl.dot(tiles[field], inputs[field]) * scales[FIRST + field][:, None]
+            sums += tl.dot(tiles[field], inputs[field]) * (scales[FIRST + field] * HALF)[:, None]
     elif FORM == "step":
         total = tl.dot(tiles[0], inputs[0])
         for field in tl.static_range(1, fields_of(NIBBLES)):
             total = tl.dot(tiles[field], inputs[field], total)
-        sums += total * scales[FIRST][:, None]
+        sums += total * (scales[FIRST] * HALF)[:, None]
     else:
         for field in tl.static_range(fields_of(NIBBLES)):
             sums = tl.dot(tiles[field], inputs[field], sums)
@@ -113,6 +114,7 @@ def summed_products(
     """
     dtype: tl.constexpr = inputs.dtype.element_ty
     UNIT: tl.constexpr = unit_of(dtype, NIBBLES, ASM)
+    HALF: tl.constexpr = half_of(dtype, FP8, ASM) if FORM != "spread" else 1.0
     SPAN: tl.constexpr = span_of(NIBBLES)
     UP: tl.constexpr = fields_of(NIBBLES) if FORM == "fields" else 1  # pyright: ignore[reportAssignmentType]  # the number of the up projection's first scale
     d = tl.arange(0, D)
@@ -134,14 +136,16 @@ def summed_products(
                 there = on & (column + field * SPAN + d < K)[:, None]
                 taken += (tl.load(inputs + column + field * SPAN, mask=there, other=0.0),)
         tiles = weight_tiles(codes, scales, zeros, row, column, K, NIBBLES, FP8, FORM, GROUP, GROUPS, ZEROS, D, dtype, ASM)
-        acc = _multiplied(acc, tiles, taken, now, 0, NIBBLES, FORM)
+        acc = _multiplied(acc, tiles, taken, now, 0, NIBBLES, FORM, HALF)
         if GATED:
             codes = tl.load(up_own + at) if WHOLE else tl.load(up_own + at, mask=(at + d < WIDTH)[None, :], other=0)
             tiles = weight_tiles(codes, scales, zeros, up_row, column, K, NIBBLES, FP8, FORM, GROUP, GROUPS, ZEROS, D, dtype, ASM)
-            other = _multiplied(other, tiles, taken, now, UP, NIBBLES, FORM)
+            other = _multiplied(other, tiles, taken, now, UP, NIBBLES, FORM, HALF)
         now = after
     if FORM == "row":
-        acc *= tl.load(scales + row).to(tl.float32)[:, None] * UNIT
+        acc *= tl.load(scales + row).to(tl.float32)[:, None] * (UNIT * HALF)
         if GATED:
-            other *= tl.load(scales + up_row).to(tl.float32)[:, None] * UNIT
+            other *= tl.load(scales + up_row).to(tl.float32)[:, None] * (UNIT * HALF)
+    acc *= HALF
+    other *= HALF
     return acc, other

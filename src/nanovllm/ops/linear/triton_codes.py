@@ -1,8 +1,8 @@
 """Codes of quantised matrices as numbers, inside Triton kernels. Import this module only if Triton is installed.
 
-All conversions are exact. Where the compiler's own conversion takes many instructions, the bits are moved by hand: a code becomes the low
-mantissa bits of a number whose exponent is known, and the known part is subtracted. `ASM` selects PTX; without it the same numbers are
-computed by plain operations, which Triton's interpreter can run.
+All conversions are exact, but for a factor (`unit_of`, `half_of`). Where the compiler's own conversion takes many instructions, the bits are
+moved by hand: an integer becomes the low mantissa bits of a number whose exponent is known, and the known part is subtracted. `ASM` selects
+PTX; without it plain operations compute the same, which Triton's interpreter can run.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
@@ -19,25 +19,22 @@ from nanovllm.types import Tensor
 # With 0x4300 above it, a nibble in the lowest bits is 128 + its value. A nibble in bits 4 ... 7 and nothing else is its value times 2^-129,
 # because the first normal numbers go on evenly where those below the smallest normal one end; a factor of 2^127 makes it a quarter. So
 # nibbles need no shift for each of them.
-_NIBBLES = """{{
-    .reg .b32 high, quarter, scale{registers};
+INT4_BF16 = tl.constexpr("""{
+    .reg .b32 high, quarter, scale, less, two;
     mov.b32 quarter, 0x3E803E80;
-    mov.b32 scale, 0x7F007F00;{summands}
+    mov.b32 scale, 0x7F007F00;
+    mov.b32 less, 0xC208C208;
+    mov.b32 two, 0xC000C000;
     shr.b32 high, $4, 8;
     lop3.b32 $0, $4, 0x000F000F, 0x43004300, 0xEA;
     and.b32 $1, $4, 0x00F000F0;
     lop3.b32 $2, high, 0x000F000F, 0x43004300, 0xEA;
     and.b32 $3, high, 0x00F000F0;
-    fma.rn.bf16x2 $0, $0, quarter, {less};
-    fma.rn.bf16x2 $1, $1, scale, {two};
-    fma.rn.bf16x2 $2, $2, quarter, {less};
-    fma.rn.bf16x2 $3, $3, scale, {two};
-}}"""
-_SUMMANDS = """
-    mov.b32 less, 0xC208C208;
-    mov.b32 two, 0xC000C000;"""
-INT4_BF16 = tl.constexpr(_NIBBLES.format(registers=", less, two", summands=_SUMMANDS, less="less", two="two"))
-INT4_ZEROS = tl.constexpr(_NIBBLES.format(registers="", summands="", less="$5", two="$6"))  # the summands have an output's zero points
+    fma.rn.bf16x2 $0, $0, quarter, less;
+    fma.rn.bf16x2 $1, $1, scale, two;
+    fma.rn.bf16x2 $2, $2, quarter, less;
+    fma.rn.bf16x2 $3, $3, scale, two;
+}""")
 # Of two pairs of 8-bit codes, the low or the high ones go into a register. 128 + the low 7 bits, minus 128 or 256 by the highest bit.
 INT8_LOW = tl.constexpr("""{
     .reg .b32 a, c, minus;
@@ -54,27 +51,16 @@ INT8_HIGH = tl.constexpr("""{
     lop3.b32 a, s, 0x007F007F, 0x43004300, 0xEA;
     fma.rn.bf16x2 $0, c, minus, a;
 }""")
-# The sign stays, exponent and mantissa move to where bfloat16 has them, and a factor of 2^120 makes up for the other exponent bias. Codes
-# below the smallest normal number are below bfloat16's too, and its products keep them. The summand is -0, which keeps both zeros.
-FP8_LOW = tl.constexpr("""{
-    .reg .b32 a, b, scale, zero;
-    mov.b32 scale, 0x7B807B80;
-    mov.b32 zero, 0x80008000;
-    shl.b32 a, $1, 8;
-    shl.b32 b, $1, 4;
-    and.b32 a, a, 0x80008000;
-    lop3.b32 a, b, 0x07F007F0, a, 0xEA;
-    fma.rn.bf16x2 $0, a, scale, zero;
-}""")
-FP8_HIGH = tl.constexpr("""{
-    .reg .b32 a, b, scale, zero;
-    mov.b32 scale, 0x7B807B80;
-    mov.b32 zero, 0x80008000;
-    shr.b32 a, $1, 4;
-    and.b32 b, $1, 0x80008000;
-    lop3.b32 a, a, 0x07F007F0, b, 0xEA;
-    fma.rn.bf16x2 $0, a, scale, zero;
-}""")
+# Each byte gets its sign in the byte above it. Then a shift brings sign, exponent and mantissa to where bfloat16 has them. Because of the
+# other exponent bias the numbers are 2^-120 of the codes, and below the smallest normal number if these are. Tensor cores multiply all of
+# them exactly. In sums that are not multiplied by more before they are added, inputs of less than about 2^-26 lose bits to float32.
+_FP8 = """{{
+    .reg .b32 a;
+    prmt.b32 a, $1, 0, {bytes};
+    shl.b32 a, a, 4;
+    and.b32 $0, a, 0x87F087F0;
+}}"""
+FP8_LOW, FP8_HIGH = tl.constexpr(_FP8.format(bytes="0xA280")), tl.constexpr(_FP8.format(bytes="0xB391"))
 
 # The GPU converts two numbers at once to float16, which has them all (compute capability 8.9 or more).
 FP8_FLOAT = tl.constexpr("""{
@@ -141,8 +127,14 @@ def span_of(nibbles):
 
 @triton.constexpr_function
 def unit_of(dtype, nibbles, asm):
-    """Return what the numbers that `numbers` gives are to be multiplied by."""
+    """Return what the numbers that `numbers` gives are to be multiplied by, beside `half_of`."""
     return 4.0 if nibbles and asm and dtype == tl.bfloat16 else 1.0
+
+
+@triton.constexpr_function
+def half_of(dtype, fp8, asm):
+    """Return what they are to be multiplied by twice: by 2^120 at once a scale could become infinite."""
+    return 2.0**60 if fp8 and asm and dtype == tl.bfloat16 else 1.0
 
 
 @triton.jit
@@ -160,7 +152,10 @@ def quads(codes, dtype: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def pairs(codes, dtype: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr):
-    """Convert pairs of 8-bit codes, int16, to the numbers of the low bytes, and those of the high bytes. No code of FP8 is NaN."""
+    """Convert pairs of 8-bit codes, int16, to the numbers of the low bytes, and those of the high bytes. No code of FP8 is NaN.
+
+    They are to be multiplied as `numbers` says.
+    """
     if ASM and dtype == tl.bfloat16:
         low = tl.inline_asm_elementwise(FP8_LOW if FP8 else INT8_LOW, "=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=2)
         high = tl.inline_asm_elementwise(FP8_HIGH if FP8 else INT8_HIGH, "=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=2)
@@ -175,7 +170,7 @@ def pairs(codes, dtype: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr):
 def numbers(codes, dtype: tl.constexpr, NIBBLES: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr):
     """Convert elements of 16 bits to a tensor of numbers for each of their fields, from the lowest bits to the highest.
 
-    They are to be multiplied by `unit_of`. Field f of element i of a block belongs to column i + f * `span_of`.
+    They are to be multiplied by `unit_of`, and twice by `half_of`. Field f of element i of a block belongs to column i + f * `span_of`.
     """
     return quads(codes, dtype, ASM) if NIBBLES else pairs(codes, dtype, FP8, ASM)
 

@@ -11,6 +11,12 @@ mean other columns than their order says: the same for both factors.
 The 8 columns of the right factor are rows of inputs. If there are fewer rows, they are also different blocks of the same row: each block
 is multiplied by all columns, and only those that belong to it are added. So inputs take an eighth of the registers for one row.
 
+Codes are not converted to the numbers they stand for. Their bits move to where bfloat16 has them, which takes less than half of the
+instructions, and makes numbers of about the smallest normal one: a code of FP8 times 2^-120, an integer times 2^-133. `mma` multiplies
+numbers below the smallest normal one exactly, too. The inputs are multiplied by 2^60, so that sums in float32 keep all their bits, and
+the sums by the factor that is then missing. So inputs of 2^67 or more would overflow. As such a number the lowest integer is 0: products
+of the inputs with ones give what is to be subtracted for it, and for zero points.
+
 The norm is applied to the sums: `sum(w x g) / rms(x)`. The products of inputs and norm weights are rounded, and nothing else is. The sums
 of squares are the diagonal of a product of the inputs with themselves.
 """
@@ -28,7 +34,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.ops.linear.quantised_tiles import DirectTile
-from nanovllm.ops.linear.triton_codes import FP8_HIGH, FP8_LOW, INT4_BF16, INT4_ZEROS, e4m3, fields_of, grouping, operands, span_of
+from nanovllm.ops.linear.triton_codes import FP8_HIGH, FP8_LOW, fields_of, grouping, operands, span_of
 from nanovllm.ops.triton_parts import activated, launch_options, rounded
 from nanovllm.types import Float, Tensor
 
@@ -36,7 +42,10 @@ MMA = tl.constexpr(
     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
 )
 VECTOR = tl.constexpr(4)  # words of 4 bytes that a thread loads at once
-UNIT = tl.constexpr(4.0)  # what nibbles are to be multiplied by: as registers of two bfloat16 numbers they are a quarter
+# What sums are to be multiplied by: 2^120 or 2^133 for the codes, without the 2^60 of the inputs.
+FP8_UNIT, INTEGER_UNIT = tl.constexpr(2.0**60), tl.constexpr(2.0**73)
+# Words of two bfloat16 numbers 2^60, and 2^56 for the inputs of nibbles that stand 4 bits higher.
+LIFT, HIGH_LIFT = tl.constexpr(0x5D805D80), tl.constexpr(0x5B805B80)
 
 
 @triton.jit
@@ -84,30 +93,44 @@ def _gained(x, gain, ASM: tl.constexpr):
 
 
 @triton.jit
-def _numbers(words, zero, NIBBLES: tl.constexpr, FP8: tl.constexpr, ZEROS: tl.constexpr, ASM: tl.constexpr):
-    """Convert words of codes, minus zero points `[T]`, to words of two numbers for each field. Nibbles are then in steps of a quarter."""
-    if not NIBBLES and ASM:
+def _numbers(words, NIBBLES: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr):
+    """Convert words of codes to words of two bfloat16 numbers for each field: codes of FP8 times 2^-120, or integers times 2^-133.
+
+    Integers are codes minus the lowest one. Those of fields 1 and 3 of nibbles are times 2^-129 (`_is_high`).
+    """
+    if NIBBLES:
+        later = words >> 8
+        found = (words & 0x000F000F, words & 0x00F000F0, later & 0x000F000F, later & 0x00F000F0)
+    elif not FP8:
+        found = ((words ^ 0x00800080) & 0x00FF00FF, ((words >> 8) ^ 0x00800080) & 0x00FF00FF)
+    elif ASM:
         low = tl.inline_asm_elementwise(FP8_LOW, "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1)
         high = tl.inline_asm_elementwise(FP8_HIGH, "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1)
         found = (low, high)
-    elif ASM and ZEROS:
-        less, two = -34.0 - zero * 0.25, -2.0 - zero * 0.25
-        types: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32)
-        found = tl.inline_asm_elementwise(
-            INT4_ZEROS, "=r,=r,=r,=r,r,r,r", [words, _paired(less, less), _paired(two, two)], dtype=types, is_pure=True, pack=1
-        )
-    elif ASM:
-        found = tl.inline_asm_elementwise(
-            INT4_BF16, "=r,=r,=r,=r,r", [words], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
-        )
     else:
-        found = ()
-        for field in tl.static_range(fields_of(NIBBLES)):
-            if NIBBLES:
-                low, high = (words >> (4 * field)) & 15, (words >> (4 * field + 16)) & 15
-                found += (_paired((low.to(tl.float32) - 8.0 - zero) * 0.25, (high.to(tl.float32) - 8.0 - zero) * 0.25),)
-            else:
-                found += (_paired(e4m3(words >> (8 * field)), e4m3(words >> (8 * field + 16))),)
+        found = (
+            ((words << 8) & -0x7FFF8000) | ((words << 4) & 0x07F007F0), (words & -0x7FFF8000) | ((words >> 4) & 0x07F007F0),
+        )  # fmt: skip
+    return found
+
+
+@triton.constexpr_function
+def _is_high(word, vecs, nibbles):
+    """Return whether a word of inputs belongs to nibbles that stand 4 bits higher than others."""
+    return nibbles and word // (4 * vecs) % 2 == 1
+
+
+@triton.jit
+def _input_sums(x, shape: tl.constexpr, NB: tl.constexpr, VECS: tl.constexpr, NIBBLES: tl.constexpr, ASM: tl.constexpr):
+    """Return the sums of inputs over blocks, in the unit of products with integers: by 8 rows, those of columns 2t and 2t + 1."""
+    found = ()
+    for rows in tl.static_range(NB):
+        c0 = tl.zeros(shape, tl.float32)
+        c1, c2, c3 = c0, c0, c0
+        for pair in tl.static_range(8):
+            one = tl.full(shape, 0x00100010 if _is_high(2 * pair, VECS, NIBBLES) else 0x00010001, tl.int32)
+            c0, c1, c2, c3 = _multiplied(c0, c1, c2, c3, one, one, one, one, x[rows * 16 + 2 * pair], x[rows * 16 + 2 * pair + 1], ASM)
+        found += (c0, c1)
     return found
 
 
@@ -244,6 +267,7 @@ def _turn(
     PER: tl.constexpr = 1 if ROWS % 16 == 0 else 2
     LOADED: tl.constexpr = 4 * 4 * NB  # words of inputs of a batch
     BATCHES: tl.constexpr = DEPTH // P
+    LOWEST: tl.constexpr = -8.0 if NIBBLES else -128.0
     new_held = ()
     new_factors = ()
     for batch in tl.static_range(BATCHES):
@@ -264,22 +288,35 @@ def _turn(
             for i in tl.static_range(LOADED):
                 products += (_gained(x[i], gains[i % 16], ASM),)
             x = products
+        lifted = ()
+        for i in tl.static_range(LOADED):
+            lift = tl.full(place.shape, HIGH_LIFT if _is_high(i % 16, VECS, NIBBLES) else LIFT, tl.int32)
+            lifted += (_gained(x[i], lift, ASM),)
+        x = lifted
+        input_sums = ()
+        if not FP8:
+            input_sums = _input_sums(x, place.shape, NB, VECS, NIBBLES, ASM)
         for i in tl.static_range(P):
             new_totals = ()
             for tile in tl.static_range(TILES):
                 scale, low_scale, zero, low_zero = _factors(factors, batch * P + i, tile, TILES, PER, GROUPS, ZEROS)
                 wide = ()
-                for word in tl.static_range(4 * VECS):
-                    wide += _numbers(held[(batch * P + i) * EACH + tile * 8 * VECS + word], zero, NIBBLES, FP8, ZEROS, ASM)
-                for word in tl.static_range(4 * VECS, 8 * VECS):
-                    wide += _numbers(held[(batch * P + i) * EACH + tile * 8 * VECS + word], low_zero, NIBBLES, FP8, ZEROS, ASM)
+                for word in tl.static_range(8 * VECS):
+                    wide += _numbers(held[(batch * P + i) * EACH + tile * 8 * VECS + word], NIBBLES, FP8, ASM)
                 for rows in tl.static_range(NB):
                     s0, s1, s2, s3 = _four(totals, (tile * NB + rows) * 4)
+                    c0 = tl.zeros(place.shape, tl.float32)
+                    c1, c2, c3 = c0, c0, c0
+                    if not FP8:
+                        less, low_less = LOWEST - zero, LOWEST - low_zero
+                        c0, c1 = less * input_sums[2 * rows], less * input_sums[2 * rows + 1]
+                        c2, c3 = low_less * input_sums[2 * rows], low_less * input_sums[2 * rows + 1]
                     if P == 1 and GROUPS == 1:
+                        if not FP8:
+                            s0, s1, s2, s3 = s0 + c0, s1 + c1, s2 + c2, s3 + c3
                         new_totals += _of_block(s0, s1, s2, s3, wide, x, rows, FIELDS, VECS, ASM)
                     else:
-                        c0 = tl.zeros(place.shape, tl.float32)
-                        c0, c1, c2, c3 = _of_block(c0, c0, c0, c0, wide, x, rows, FIELDS, VECS, ASM)
+                        c0, c1, c2, c3 = _of_block(c0, c1, c2, c3, wide, x, rows, FIELDS, VECS, ASM)
                         if P > 1:  # sums of other blocks with the inputs of this one are left out
                             left, right = place * 2 // RB == i, (place * 2 + 1) // RB == i
                             s0, s1 = s0 + c0 * tl.where(left, scale, 0.0), s1 + c1 * tl.where(right, scale, 0.0)
@@ -425,7 +462,7 @@ def _direct(
         gain_words + (TURNS - 1) * (DEPTH * 64), on, t, N, K, WORDS, TILES, DEPTH, RB, NB, P, AHEAD, NIBBLES, FP8, GROUP, GROUPS, ROWS,
         ZEROS, NORM, GATED, True, ASM,
     )  # fmt: skip
-    UNITS: tl.constexpr = UNIT if NIBBLES else 1.0
+    UNITS: tl.constexpr = FP8_UNIT if FP8 else INTEGER_UNIT
     for rows in tl.static_range(NB):
         there = (rows * 8 + b < B) & (u >= 0)
         by = UNITS

@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.ops.linear.quantised_tiles import SplitTile, scale_form, split_columns
-from nanovllm.ops.linear.triton_codes import fields_of, grouping, numbers, operands, results, span_of, unit_of
+from nanovllm.ops.linear.triton_codes import fields_of, grouping, half_of, numbers, operands, results, span_of, unit_of
 from nanovllm.ops.linear.triton_many_rows import ask
 from nanovllm.ops.linear.triton_quantised_many import LINE, MOST_ASKED
 from nanovllm.ops.triton_parts import activated, launch_options, rounded
@@ -43,6 +43,7 @@ def _multiplied(
 ):  # fmt: skip
     """Return the sums `[KS, BN, BP]` with the products of a step added."""
     dtype: tl.constexpr = inputs[0].dtype
+    HALF: tl.constexpr = half_of(dtype, FP8, ASM)
     tiles = numbers(codes, dtype, NIBBLES, FP8, ASM)
     zero = ()
     if ZEROS:
@@ -53,11 +54,11 @@ def _multiplied(
         if ZEROS:
             tile -= zero[field if FORM == "fields" else 0].to(dtype)[:, :, None]
         if FORM == "fields":
-            total += tl.dot(tile, inputs[field]) * scale[field][:, :, None]
+            total += tl.dot(tile, inputs[field]) * (scale[field] * HALF)[:, :, None]
         else:
             total = tl.dot(tile, inputs[field], total)
     if FORM == "step":
-        total = sums + total * scale[0][:, :, None]
+        total = sums + total * (scale[0] * HALF)[:, :, None]
     return total
 
 
@@ -77,6 +78,7 @@ def _split_product(
     FIELDS: tl.constexpr = fields_of(NIBBLES)
     SPAN: tl.constexpr = span_of(NIBBLES)
     UNIT: tl.constexpr = unit_of(x.dtype.element_ty, NIBBLES, ASM)
+    HALF: tl.constexpr = half_of(x.dtype.element_ty, FP8, ASM)
     EACH: tl.constexpr = FORM != "row"
     n, part, b = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1), tl.arange(0, BP)
     on, row = b < B, tl.minimum(n, N - 1)  # what is read for outputs beyond the last is not stored
@@ -123,7 +125,8 @@ def _split_product(
             scale, up_scale = next_scale, next_up
     whole = tl.sum(acc, 0)
     if FORM == "row":
-        whole *= tl.load(scales + scale_row).to(tl.float32)[:, None] * UNIT
+        whole *= tl.load(scales + scale_row).to(tl.float32)[:, None] * (UNIT * HALF)
+    whole *= HALF
     to = y + (part * B + b).to(tl.int64)[None, :] * N + n[:, None]
     mask = on[None, :] & (n < N)[:, None]
     if PARTS > 1:
@@ -132,7 +135,8 @@ def _split_product(
         if GATED:
             ups = tl.sum(other, 0)
             if FORM == "row":
-                ups *= tl.load(scales + up_row).to(tl.float32)[:, None] * UNIT
+                ups *= tl.load(scales + up_row).to(tl.float32)[:, None] * (UNIT * HALF)
+            ups *= HALF
             whole = activated(whole, ups, y.dtype.element_ty, ACT)
         tl.store(to, rounded(whole, biases, whole, y.dtype.element_ty, BIAS, False), mask=mask)
 
