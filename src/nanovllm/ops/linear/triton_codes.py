@@ -1,8 +1,8 @@
 """Codes of quantised matrices as numbers, inside Triton kernels. Import this module only if Triton is installed.
 
-All conversions are exact, but for a factor (`unit_of`, `half_of`). Where the compiler's own conversion takes many instructions, the bits are
-moved by hand: an integer becomes the low mantissa bits of a number whose exponent is known, and the known part is subtracted. `ASM` selects
-PTX; without it plain operations compute the same, which Triton's interpreter can run.
+All conversions are exact, but for a factor (`unit_of`, `half_of`). Where the compiler's own conversion takes many instructions, the bits
+are moved by hand: an integer becomes the low mantissa bits of a number whose exponent is known, and the known part is subtracted. `ASM`
+selects PTX; without it plain operations compute the same, which Triton's interpreter can run.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
