@@ -60,7 +60,8 @@ class Replies:
         self.prompts = [self._tokens(options.prompt) for _ in range(options.visitors)]
         longest, reply = options.prompt + TAIL + 1, REPLY_PROMPT + options.reply + 1
         spare = 2 * options.rows * reply + 2 * longest  # for the replies, and for some that have ended
-        room = spare + options.visitors * longest // (1 if way == "device" else 4)
+        # Where the visitors' KV is to stay on the device, replies that end while no visitor comes must not push it out.
+        room = 2 * spare + options.visitors * longest if way == "device" else spare + options.visitors * longest // 4
         self.state = nv.init_state(
             model, num_pages=pages_for(room, PAGE), page_size=PAGE, max_num_seqs=2 * options.rows + 8,
             max_model_len=max(longest, reply), host_kv_gib=options.host_kv_gib if way == "host" else 0,
