@@ -243,6 +243,8 @@ def test_a_folder_that_was_deleted_is_made_again(tmp_path: Path):
     shutil.rmtree(tmp_path / "kv")
     assert put(folder, 2) and get(folder, 2) == image_of(2) and len(folder) == 1
     assert key_of(1) not in folder and put(folder, 1) and get(folder, 1) == image_of(1)
+    shutil.rmtree(tmp_path / "kv")
+    assert put(folder, 2) and put(folder, 1)  # pages that the folder had
     assert folder.size == 2 * size_of(PAGE) and len([*tmp_path.rglob("about.json")]) == 1
     assert [path.stat().st_mode & 0o777 for path in (tmp_path / "kv", tmp_path / "kv" / "pages")] == [0o700, 0o700]
 

@@ -97,6 +97,24 @@ def test_every_code_is_converted_exactly(kind: Kind, dtype: torch.dtype) -> None
                 assert torch.equal(direct.float(), want)
 
 
+@pytest.mark.parametrize("size", [1e4, 1.0, 1e-4, 1e-6])
+@pytest.mark.parametrize("form", [{"group": None}, {"group": 128, "rows": 128}], ids=["rows", "blocks"])
+def test_small_inputs_of_fp8_keep_their_bits(form: dict[str, Any], size: float) -> None:
+    """The sums are subnormal numbers until they are scaled."""
+    from nanovllm.ops.linear import triton_quantised_direct, triton_quantised_many, triton_quantised_split
+
+    if not dependent_launch(CUDA):
+        pytest.skip("needs compute capability 9.0")
+    matrix, x = quantised_problem("fp8", 512, 4096, **form, device="cuda"), (torch.randn(8, 4096, device=CUDA) * size).to(BF16)
+    want = x.double() @ matrix.dequantised(torch.float64).T
+    many, split = ManyTile(parts=2), SplitTile(outputs=16, depth=64, parts=2)
+    assert error(triton_quantised_many.product(x, matrix, None, False, many, True, asm=True).sum(0), want) < 5e-5
+    assert error(triton_quantised_split.product(x, matrix, None, False, split, True, asm=True).sum(0), want) < 5e-5
+    tile = DirectTile(depth=2, registers=168)
+    direct = triton_quantised_direct.launch(x, matrix, None, None, None, 0.0, False, tile, True, asm=True, dtype=torch.float32)
+    assert error(direct, want) < 5e-5
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 13, 16, 24, 64, 128, 256])
 @pytest.mark.parametrize(
     ("kind", "zeros", "block"),

@@ -115,7 +115,8 @@ def prompt_rates(
         longer, kv = _milliseconds(model, executor, kv, pool, 0, 2 * count)
     except torch.OutOfMemoryError:
         return 1 / each, math.inf, kv
-    of_longer = min(longer / (2 * count) / 1e3, (2 - 1 / LEAST_ALONE) * each)  # context makes it less than 2: more was measured late
+    # Context less than doubles the time of a token. If more was measured, the run was late.
+    of_longer = min(longer / (2 * count) / 1e3, (2 - 1 / LEAST_ALONE) * each)
     if of_longer <= each:
         return 1 / of_longer, math.inf, kv
     alone = each - (of_longer - each)  # each half of the longer prompt makes a token slower by as much

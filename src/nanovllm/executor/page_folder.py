@@ -156,11 +156,11 @@ class PageFolder:
             OSError: The file cannot be written, such as on a full disk. No part of it is left.
         """
         target, size = self._path(key), size_of(len(image))
-        if self.look(key) or size > self.max_bytes:
-            return False
         if not os.path.isdir(self._own):  # somebody has deleted the folder that is in use
             self._keys.clear()
             self._make()
+        if self.look(key) or size > self.max_bytes:
+            return False
         with temporary(self._own, 0o600) as (fd, made):
             write_page(fd, key, image)
             if is_valid is not None and not is_valid():

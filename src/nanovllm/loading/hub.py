@@ -190,14 +190,14 @@ def cached_repositories() -> list[tuple[str, Path]]:
 
 
 @contextmanager
-def naming(folder: Path) -> Iterator[None]:
-    """Let errors inside of the block that begin with `config.json: ` begin with the path of this file, which is in `folder`."""
+def naming(folder: Path, file: str = "config.json") -> Iterator[None]:
+    """Let errors inside of the block that begin with `config.json: ` begin with the path of the file that was read instead."""
     try:
         yield
     except CheckpointError as error:
         if not str(error).startswith("config.json: "):
             raise
-        raise CheckpointError(f"{folder}/{error}") from error.__cause__
+        raise CheckpointError(f"{folder / file}: {str(error).removeprefix('config.json: ')}") from error.__cause__
 
 
 def read_json(file: Path, *, required: bool = False) -> dict[str, Any]:

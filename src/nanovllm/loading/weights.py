@@ -166,6 +166,7 @@ def load_params(
         look = {"desc": "weights", "unit": "B", "unit_scale": True, "unit_divisor": 1024, "leave": False}
         bar = stack.enter_context(tqdm(total=total, disable=hide, **look))
         stage = torch.empty(STAGE, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        wrong = list[str]()  # tensors with weights that have no codes
 
         def read_into(flat: Tensor, name: str, ranges: tuple[Ranges, Ranges] = ((), ())) -> None:
             header = headers[name]
@@ -209,7 +210,7 @@ def load_params(
             if not made.scales.isfinite().all():
                 sizes = [math.prod(shape) for shape in info.source_shapes]
                 bad = [not piece.isfinite().all() for piece in flat[: sum(sizes)].split(sizes)]
-                raise _not_finite(headers, info.sources[bad.index(True) if any(bad) else 0])  # otherwise it is another rank's part
+                wrong.append(info.sources[bad.index(True)] if any(bad) else "")  # otherwise it is another rank's part
             return made
 
         try:
@@ -219,14 +220,38 @@ def load_params(
     if rounding is not None and rounding.head and params.head is None:
         head = quantise(params.embed, rounding.kind)
         if not head.scales.isfinite().all():
-            raise _not_finite(headers, table.embed.sources[0])
+            wrong.append(table.embed.sources[0])
         params = replace(params, head=cast(Tensor, head))
+    if rounding is not None:
+        _require_finite(wrong, headers, mesh, dtype, device)
     mark = fingerprint(config, headers)
     return params, mark if rounding is None else rounding.mark(mark), stored.summary if rounding is None else rounding.summary
 
 
-def _not_finite(headers: Mapping[str, TensorHeader], name: str) -> CheckpointError:
-    return CheckpointError(f"{headers[name].file}: {name} has weights that are infinite or NaN, which have no codes")
+def _require_finite(
+    wrong: list[str], headers: Mapping[str, TensorHeader], mesh: Mesh | None, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Refuse weights that have no codes. All ranks call this together, so that none goes on alone.
+
+    Args:
+        wrong: The names of tensors with such weights; an empty name if they are another rank's part.
+        headers: The tensors of the files.
+        mesh: The ranks.
+        dtype: The dtype in which the weights were read.
+        device: The device of the rank.
+
+    Raises:
+        CheckpointError: A rank has found such weights.
+    """
+    anywhere = len(wrong) > 0
+    if mesh is not None:
+        anywhere = bool(all_gather(torch.tensor([float(anywhere)], device=device), mesh).any())
+    if not anywhere:
+        return
+    what = f"weights that are infinite or NaN in {str(dtype).removeprefix('torch.')}, which have no codes"
+    if name := next(filter(None, wrong), None):
+        raise CheckpointError(f"{headers[name].file}: {name} has {what}")
+    raise CheckpointError(f"another rank's part of the checkpoint has {what}")
 
 
 def _quantised(info: ParamInfo, kept: Tensor, kind: Kind, mesh: Mesh | None) -> QuantisedMatrix:

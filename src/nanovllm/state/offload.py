@@ -39,7 +39,7 @@ class Rates:
         bytes_per_second: Bytes that it copies from host memory per second.
         step_seconds: Seconds of a decode step in which copies go on beside it. Infinity: pages are copied all at once.
         context_doubling: The tokens of context with which a prompt token takes twice as long as without. Infinity: context costs nothing.
-        most_context: The most tokens that a token has as context: the widest window, if every layer has one.
+        most_context: How many tokens before it a token attends to, at most: the widest window, if every layer has one.
     """
 
     tokens_per_second: float

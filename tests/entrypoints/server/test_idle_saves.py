@@ -61,6 +61,17 @@ def test_an_error_of_the_disk_lets_all_wait_and_is_told_once(named: NamedChunks,
     assert tried(saves, named, None) is None
 
 
+def test_another_error_after_one_of_the_disk_is_told(named: NamedChunks, capsys: pytest.CaptureFixture[str]) -> None:
+    now, full = [0.0], ChunkFileError("no space")
+    full.__cause__ = OSError(28, "no space")
+    saves = IdleSaves(lambda: now[0])
+    for error in (full, full, None, ChunkLimitError("there are 4 files")):
+        tried(saves, named, error)
+        now[0] += RETRY_SECONDS
+    told = capsys.readouterr().err
+    assert told.count("no space") == 1 and told.count("there are 4 files") == 1
+
+
 def test_a_rest_ends_though_the_chunk_that_failed_has_gone(named: NamedChunks) -> None:
     now, full = [0.0], ChunkFileError("no space")
     full.__cause__ = OSError(28, "no space")

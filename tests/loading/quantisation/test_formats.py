@@ -148,6 +148,10 @@ def test_the_file_of_an_older_gptq_tool(tmp_path: Path) -> None:
     edit(quantised, lambda tensors: tensors.update({f"{UP}.bias": torch.ones(96, dtype=torch.float16)}))
     with pytest.raises(CheckpointError, match=rf"{UP}\.bias is not zero"):
         load(quantised)
+    (quantised / "quantize_config.json").write_text(json.dumps({"bits": 3, "group_size": 16, "sym": True, "desc_act": False}))
+    with pytest.raises(CheckpointError) as found:
+        load(quantised)
+    assert str(found.value).startswith(f"{quantised / 'quantize_config.json'}: ")
 
 
 def test_symmetric_zero_points_are_not_read(tmp_path: Path) -> None:
@@ -269,6 +273,16 @@ def test_a_wrong_scale_is_refused_with_its_file_and_tensor(tmp_path: Path, name:
     assert str(found.value).startswith(f"{file}: {scale}: a scale is {f'{value:g}' if value else '0 for weights that are not'}")
 
 
+def test_a_scale_that_kernels_cannot_multiply_is_refused(tmp_path: Path) -> None:
+    quantised, _ = folders(tmp_path, ENCODERS["fp8 in blocks"], tiny_config(**SIZES))
+    (scale,) = (tensor for tensor in load_file(quantised / "model.safetensors") if tensor.startswith(f"{UP}.") and "scale" in tensor)
+    edit(quantised, put(scale, one(2.0**67)))
+    load(quantised)
+    edit(quantised, put(scale, one(2.0**68)))
+    with pytest.raises(CheckpointError, match=r"a scale is 2\.95\S*: the file is damaged"):
+        load(quantised)
+
+
 @pytest.mark.parametrize("name", ENCODERS)
 def test_a_scale_whose_weights_are_not_finite_is_refused(tmp_path: Path, name: str) -> None:
     quantised, _ = folders(tmp_path, ENCODERS[name], tiny_config(**SIZES))
@@ -298,7 +312,8 @@ def test_weights_that_have_no_codes_are_refused_by_name(tmp_path: Path, kind: st
         load(folder)
         with pytest.raises(CheckpointError) as found:
             load(folder, quantization=kind, **how)
-        assert str(found.value) == f"{folder / 'model.safetensors'}: {name} has weights that are infinite or NaN, which have no codes"
+        what = "weights that are infinite or NaN in float32, which have no codes"
+        assert str(found.value) == f"{folder / 'model.safetensors'}: {name} has {what}"
 
 
 def test_scales_may_be_negative(tmp_path: Path) -> None:

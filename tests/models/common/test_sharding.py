@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from torch.utils import _pytree as pytree
 
 import nanovllm as nv
@@ -152,6 +153,23 @@ def test_rounded_parts_are_parts_of_the_rounded_whole(tmp_path: Path, kind: Any)
             entire = getattr(whole.layers[1], name).dequantised(torch.float32)
             own = cut(part_of(name, tuple(entire.shape), config, mesh), entire)
             assert torch.equal(getattr(params.layers[1], name).dequantised(torch.float32), torch.as_tensor(own)), name
+
+
+def test_weights_of_one_rank_that_have_no_codes_are_refused_on_all(tmp_path: Path) -> None:
+    """The others would wait for the rank that refuses them."""
+    save_hf_folder(tmp_path, tiny_config(hidden_size=128, intermediate_size=512, num_heads=4, num_kv_heads=2, head_dim=64))
+    file, name = tmp_path / "model.safetensors", "model.layers.0.self_attn.q_proj.weight"
+    tensors = load_file(file)
+    tensors[name][-1, -1] = torch.nan
+    save_file(tensors, file)
+
+    def run(mesh: Mesh) -> str:
+        with pytest.raises(nv.CheckpointError) as found:
+            nv.load_model(tmp_path, "cpu", "float32", quantization="int8", mesh=mesh)
+        return str(found.value)
+
+    what = "weights that are infinite or NaN in float32, which have no codes"
+    assert run_ranks(run, 2, seconds=60.0) == [f"another rank's part of the checkpoint has {what}", f"{file}: {name} has {what}"]
 
 
 def test_groups_that_ranks_would_cut_are_refused(tmp_path: Path) -> None:

@@ -18,8 +18,9 @@ Key = tuple[str, str, int]  # a namespace, the name of a chunk, and the chunk's 
 class IdleSaves:
     """Which saves were begun, and which of them failed. All methods belong to the engine's thread.
 
-    After an error of the disk no chunk is saved for `RETRY_SECONDS`. After another error this holds for the one chunk. The operator is told
-    once of a disk that fails until a save ends well, and once of each chunk that fails for another reason.
+    After an error of the disk no chunk is saved for `RETRY_SECONDS`. After another error only the chunk that failed waits so long. A line
+    tells the operator that the disk fails; the next such line comes only after a save that did not fail. For a chunk that fails for
+    another reason there is one line.
 
     Args:
         clock: Seconds of a monotonic clock.
@@ -85,5 +86,7 @@ class IdleSaves:
             self._rests_until = self.clock() + RETRY_SECONDS
         if not (self._disk_told if of_disk else key in self._told):
             say(f"a chunk was not saved in {named.limits.folder}: {value}; it is tried again in {RETRY_SECONDS:g} seconds")
-        self._told.add(key)
-        self._disk_told |= of_disk
+        if of_disk:
+            self._disk_told = True
+        else:
+            self._told.add(key)

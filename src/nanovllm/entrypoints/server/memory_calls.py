@@ -53,7 +53,7 @@ def memory(held: Held, *, space: str, namespace: int, everything: bool) -> tuple
         "page_bytes": page_bytes(state.kv),
         "pages": {"total": state.config.num_pages, **dict(zip(KINDS, counted, strict=True))},
         "host_pages": {
-            "total": 0 if (host := state.pool.host) is None else host.num_pages,
+            "total": 0 if host is None else host.num_pages,
             "used": 0 if host is None else host.used.num_used,
         },
         "disk": None if disk is None else {"bytes": disk.folder.size, "max_bytes": disk.folder.max_bytes},

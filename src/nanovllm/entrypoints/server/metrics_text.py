@@ -41,7 +41,7 @@ SPECS = (
     Spec("counter", "memory_shortages", "memory_shortages", None, "How often a step ran out of device memory."),
     Spec("counter", "offloaded_tokens", "offloaded_tokens", None, "Tokens whose KV was copied to host memory."),
     Spec("counter", "loaded_tokens", "loaded_tokens", None, "Tokens whose KV was copied from host memory."),
-    Spec("gauge", "host_pages", "host_pages", None, "Pages of host memory, of which --host-kv-gib says how much there is."),
+    Spec("gauge", "host_pages", "host_pages", None, "Pages of KV that host memory has room for (--host-kv-gib)."),
     Spec("gauge", "host_pages_used", "host_used_pages", None, "Pages of host memory that have KV."),
     Spec("counter", "read_tokens", "disk_read_tokens", None, "Tokens whose KV was read from the disk."),
     Spec("gauge", "disk_bytes", "disk_bytes", None, "Bytes of pages in the folder --kv-dir, other models' included and named chunks not."),

@@ -65,7 +65,8 @@ def read_quantisation(hf: HF, folder: Path) -> Quantisation | None:
 def _read(hf: HF, folder: Path) -> Quantisation | None:
     config = hf.get("quantization_config") or hf.get("compression_config")
     if not config and (folder / GPTQ_FILE).is_file():
-        return replace(_gptq({"quant_method": "gptq", **read_json(folder / GPTQ_FILE)}), source=GPTQ_FILE)
+        with naming(folder, GPTQ_FILE):
+            return replace(_gptq({"quant_method": "gptq", **read_json(folder / GPTQ_FILE)}), source=GPTQ_FILE)
     if not config and (folder / MODELOPT_FILE).is_file():
         raise CheckpointError(f"{folder / MODELOPT_FILE}: checkpoints of ModelOpt are not supported: {READ}")
     if not config:

@@ -67,6 +67,9 @@ class MatrixFormat(Protocol):
         ...
 
 
+LARGEST_SCALE = 2.0**67  # a GPU's kernels multiply scales of FP8 codes by 2^60 (`ops/linear/triton_codes.py`)
+
+
 def sealed(matrix: QuantisedMatrix, scale: str, dtype: torch.dtype) -> QuantisedMatrix:
     """The matrix, if all that it stands for is a finite number.
 
@@ -81,11 +84,13 @@ def sealed(matrix: QuantisedMatrix, scale: str, dtype: torch.dtype) -> Quantised
     """
     scales, codes = matrix.scales, matrix.codes  # a scale may be negative: AutoRound stores such scales of symmetric codes
     largest = {torch.float8_e4m3fn: 448, torch.uint8: 8, torch.int8: 128}[codes.dtype] * (1 if matrix.zeros is None else 2)
-    valid = scales.abs() <= min(torch.finfo(dtype).max / largest, torch.finfo(scales.dtype).max)  # false for NaN
+    limit = torch.finfo(dtype).max / largest
+    valid = scales.abs() <= min(limit, LARGEST_SCALE, torch.finfo(scales.dtype).max)  # false for NaN
     if not valid.all():
         found, over = scales[~valid][0], ""
-        if found.isfinite():
-            over = f", whose product with the code {largest} is not finite in {str(dtype).removeprefix('torch.')}"
+        if found.isfinite() and found.abs() > limit:
+            code = f"{largest}, the largest code{'' if matrix.zeros is None else ' minus zero point'}"
+            over = f", whose product with {code}, is not finite in {str(dtype).removeprefix('torch.')}"
         raise PartError(scale, f"a scale is {found}{over}: the file is damaged, or the tool that quantised it overflowed")
     if codes.dtype == torch.float8_e4m3fn and ((codes.view(torch.uint8) & 0x7F) == 0x7F).any():
         raise PartError("weight", "a code is NaN")

@@ -52,8 +52,8 @@ INT8_HIGH = tl.constexpr("""{
     fma.rn.bf16x2 $0, c, minus, a;
 }""")
 # Each byte gets its sign in the byte above it. Then a shift brings sign, exponent and mantissa to where bfloat16 has them. Because of the
-# other exponent bias the numbers are 2^-120 of the codes, and below the smallest normal number if these are. Tensor cores multiply all of
-# them exactly. In sums that are not multiplied by more before they are added, inputs of less than about 2^-26 lose bits to float32.
+# other exponent bias the numbers are 2^-120 of the codes, and subnormal if these are. Tensor cores multiply all of them exactly. But sums
+# that are that small lose bits to float32: for inputs of about 2^-26 they are as exact as bfloat16, for smaller inputs less so.
 _FP8 = """{{
     .reg .b32 a;
     prmt.b32 a, $1, 0, {bytes};
@@ -133,7 +133,10 @@ def unit_of(dtype, nibbles, asm):
 
 @triton.constexpr_function
 def half_of(dtype, fp8, asm):
-    """Return what they are to be multiplied by twice: by 2^120 at once a scale could become infinite."""
+    """Return the square root of the factor 2^120 that FP8 codes then lack. It is applied twice: 2^120 times a scale may be infinite.
+
+    A scale has to be less than 2^68.
+    """
     return 2.0**60 if fp8 and asm and dtype == tl.bfloat16 else 1.0
 
 

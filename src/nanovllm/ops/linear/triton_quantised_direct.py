@@ -11,11 +11,11 @@ mean other columns than their order says: the same for both factors.
 The 8 columns of the right factor are rows of inputs. If there are fewer rows, they are also different blocks of the same row: each block
 is multiplied by all columns, and only those that belong to it are added. So inputs take an eighth of the registers for one row.
 
-Codes are not converted to the numbers they stand for. Their bits move to where bfloat16 has them, which takes less than half of the
-instructions, and makes numbers of about the smallest normal one: a code of FP8 times 2^-120, an integer times 2^-133. `mma` multiplies
-numbers below the smallest normal one exactly, too. The inputs are multiplied by 2^60, so that sums in float32 keep all their bits, and
-the sums by the factor that is then missing. So inputs of 2^67 or more would overflow. As such a number the lowest integer is 0: products
-of the inputs with ones give what is to be subtracted for it, and for zero points.
+Codes are not converted to the numbers they stand for. Their bits move to where bfloat16 has them, which takes about half of the
+instructions, and makes subnormal numbers or small normal ones: a code of FP8 times 2^-120, an integer times 2^-133. `mma` multiplies
+subnormal numbers exactly, too. The inputs are multiplied by 2^60, so that sums in float32 keep all their bits, and the sums by the factor
+that is then missing. So inputs of 2^68 or more would overflow. Integers are used minus the lowest one, which makes products too large by
+the lowest one times the sum of the inputs. Products of the inputs with ones give this sum, also for zero points.
 
 The norm is applied to the sums: `sum(w x g) / rms(x)`. The products of inputs and norm weights are rounded, and nothing else is. The sums
 of squares are the diagonal of a product of the inputs with themselves.
