@@ -90,10 +90,12 @@ LIST = (
     tune("tune-8b-fp8", *EIGHT, "--quantization", "fp8"),
     tune("tune-8b-int4", *EIGHT, "--quantization", "int4"),
     bench("8b", f"{DECODE},prefix", *EIGHT, "--repeats", "1"),
-    bench("8b-fp8", DECODE, *EIGHT, "--quantization", "fp8"),
+    bench("8b-fp8", f"{DECODE},prefix", *EIGHT, "--quantization", "fp8"),
+    bench("8b-fp8-activations", DECODE, *EIGHT, "--quantization", "fp8", "--fp8-activations"),
     bench("8b-int8", DECODE, *EIGHT, "--quantization", "int8"),
     bench("8b-int4", DECODE, *EIGHT, "--quantization", "int4"),
     bench("8b-int4-head", DECODE, *EIGHT, "--quantization", "int4", "--quantize-head"),
+    bench("30b-a3b", "b1,b8,b64", "--model", "qwen3-30b-a3b", "--repeats", "1", by_name=True),  # as 70b-x2
     bench("30b-a3b-fp8", "b1,b8,b64", "--model", "qwen3-30b-a3b", "--quantization", "fp8", "--repeats", "1", by_name=True),  # as 70b-x2
     bench("0.6b-fp8", DECODE, *SMALL, "--quantization", "fp8"),
     script("kv-dtype", "benchmarks/kv_dtype.py", *SMALL),
