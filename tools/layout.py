@@ -26,7 +26,7 @@ ORDER = (
     ("sampling",),
     ("ops",),
     ("tokenizer",),
-    ("files", "config"),
+    ("files", "config", "operator_lines"),
     ("types",),
     ("errors",),
 )

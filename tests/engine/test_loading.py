@@ -316,6 +316,15 @@ def test_host_pages_that_a_request_waits_for_are_replaced_last():
     assert {*keys_from(np.array(prompt(0), np.int32), 0, 4)} == {*left.by_key}
 
 
+def loading_beside_a_prompt(state: EngineState) -> tuple[EngineState, int, int]:
+    """Donates `state`. A request has begun to load, and another one comes whose prompt has to run. Returns the numbers of both."""
+    state, loads = submit(MODEL, state, prompt(0), GREEDY)
+    for _ in range(2):
+        state, _ = step(MODEL, state)
+    state, runs = submit(MODEL, state, prompt(50), GREEDY)
+    return state, loads, runs
+
+
 @pytest.mark.parametrize(("per_step", "budget", "pages"), [(1, 3, 1), (1, 9, 2), (2, 9, 2), (2, 5, 1)])
 def test_steps_that_run_prompts_load_as_long_as_a_quarter_of_them_takes(per_step, budget, pages):
     """A page takes as long as a token: two tokens and four leave time for one page, and eight for two.
@@ -323,10 +332,7 @@ def test_steps_that_run_prompts_load_as_long_as_a_quarter_of_them_takes(per_step
     If a step without prompts loads more, one of four steps with prompts does.
     """
     state, _ = replying(engine(per_step, max_num_batched_tokens=budget))
-    state, rid = submit(MODEL, state, prompt(0), GREEDY)
-    for _ in range(2):
-        state, _ = step(MODEL, state)
-    state, new = submit(MODEL, state, prompt(50), GREEDY)
+    state, rid, new = loading_beside_a_prompt(state)
     loads = list[int]()
     while any(s.loading for s in state.running):
         before = state
@@ -348,10 +354,7 @@ def test_prompts_take_longer_after_others_and_leave_time_for_more_pages(doubling
     host = state.pool.host
     assert host is not None
     state = replace(state, pool=replace(state.pool, host=replace(host, rates=replace(host.rates, context_doubling=doubling))))
-    state, _ = submit(MODEL, state, prompt(0), GREEDY)
-    for _ in range(2):
-        state, _ = step(MODEL, state)
-    state, _ = submit(MODEL, state, prompt(50), GREEDY)
+    state, _, _ = loading_beside_a_prompt(state)
     loads = list[int]()
     while any(s.loading for s in state.running):
         before = state.stats.loaded_tokens

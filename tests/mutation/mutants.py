@@ -486,7 +486,11 @@ MUTANTS: tuple[Mutant, ...] = (
             "        load_more(draft)\n    return",
         ),
         ("prompts do not shorten loads", "host.loaded_beside(seconds)", "host.loaded_beside(0.0)"),
-        ("prompts beside loads have no context", "seconds_to_run(start, start + count)", "seconds_to_run(0, count)"),
+        (
+            "prompts beside loads have no context",
+            "seconds_to_run(s.num_filled, s.num_filled + prefill[id_of(s)])",
+            "seconds_to_run(0, prefill[id_of(s)])",
+        ),
     ),
     *bugs(
         "engine/admission.py",

@@ -8,17 +8,20 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from nanovllm.config import Mesh, RopeConfig
+import torch
+
+from nanovllm.config import Mesh, ModelConfig, RopeConfig
 from nanovllm.errors import InvalidRequestError
 from nanovllm.executor.distributed import agreed, least
 from nanovllm.executor.kv_disk import READERS, DiskTier
 from nanovllm.executor.kv_offload import HostMemory
-from nanovllm.executor.page_file import DamagedPageError
+from nanovllm.executor.page_file import DamagedPageError, size_of
 from nanovllm.executor.page_folder import PageFolder
 from nanovllm.files import as_path
 from nanovllm.models.model import Model
 from nanovllm.ops.kv_cache.fp8 import FP8
 from nanovllm.state.disk_reads import DiskReads
+from nanovllm.state.kv_cache import bytes_by_group
 from nanovllm.state.offload import HostPages
 
 PAGES, RATES = "pages", "rates.json"
@@ -38,11 +41,23 @@ def require_kv_dir(model: Model, kv_dir: Any, kv_dir_gib: Any, num_host_pages: i
         raise InvalidRequestError(f"kv_dir_gib={reprlib.repr(kv_dir_gib)} must be a number of GiB above 0")
     if kv_dir is None:
         return None
-    if not isinstance(kv_dir, str | os.PathLike):
+    if not isinstance(kv_dir, str | os.PathLike) or not os.fspath(kv_dir):  # the empty name would be the current folder
         raise InvalidRequestError(f"kv_dir={reprlib.repr(kv_dir)} must be the name of a folder, or None")
     if not num_host_pages:
         raise InvalidRequestError(f"kv_dir={os.fspath(kv_dir)!r} needs host memory, through which KV goes to the disk: set host_kv_gib too")
     return as_path(kv_dir)
+
+
+def require_a_page(config: ModelConfig, kv_dir_gib: int | float, page_size: int, dtype: torch.dtype) -> None:
+    """Refuse a size limit that has no room for one page of each rank; frames that are apart from their pages are left out.
+
+    Raises:
+        InvalidRequestError: It has none.
+    """
+    page, frame = bytes_by_group(config, page_size=page_size, dtype=dtype)
+    size = size_of(page or frame) * (1 if config.mesh is None else config.mesh.size)
+    if int(kv_dir_gib * 2**30) < size:
+        raise InvalidRequestError(f"kv_dir_gib={kv_dir_gib} is less than one page of {size / 2**30:.6f} GiB: make it larger")
 
 
 def add_disk(

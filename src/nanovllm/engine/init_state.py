@@ -8,8 +8,8 @@ from typing import Literal
 
 import torch
 
-from nanovllm.config import EngineConfig, Mesh, ModelConfig, loaded_for_short
-from nanovllm.engine.disk_tier import add_disk, require_kv_dir
+from nanovllm.config import EngineConfig, Mesh, loaded_for_short
+from nanovllm.engine.disk_tier import add_disk, require_a_page, require_kv_dir
 from nanovllm.engine.donation import model_key, require_model
 from nanovllm.engine.host_memory import add_host_memory, bounded_auto, require_host_kv, stage_bytes
 from nanovllm.engine.prefill_rate import bounded, require_step_ms
@@ -18,12 +18,11 @@ from nanovllm.executor.build_executor import alike, build_executor, checked_choi
 from nanovllm.executor.distributed import least
 from nanovllm.executor.executor import Runtime
 from nanovllm.executor.kv_budget import device_budget
-from nanovllm.executor.page_file import size_of
 from nanovllm.models.model import Model
 from nanovllm.models.tuning.choose import require_tuning
 from nanovllm.sampling.keywords import explain_unknown_keywords
 from nanovllm.state.engine_state import EngineState
-from nanovllm.state.kv_cache import bytes_by_group, init_kv, require_kv_dtype, stored_dtype
+from nanovllm.state.kv_cache import init_kv, require_kv_dtype, stored_dtype
 from nanovllm.state.lease import Lease
 from nanovllm.state.pool import init_pool
 from nanovllm.state.pool_sizes import bytes_of, pool_sizes
@@ -165,12 +164,10 @@ def init_state(
     )
     require_kv_dtype(config, kv_dtype, model.device)
     num_host_pages = require_host_kv(model, host_kv_gib, limits)
-    if isinstance(kv_dir, str | os.PathLike) and not os.fspath(kv_dir):
-        raise InvalidRequestError(f"kv_dir={kv_dir!r} must be the name of a folder, or None")
     folder = require_kv_dir(model, kv_dir, kv_dir_gib, num_host_pages)
     dtype = stored_dtype(limits, model.dtype)
     if folder is not None:
-        _require_a_page(config, kv_dir_gib, page_size, dtype)
+        require_a_page(config, kv_dir_gib, page_size, dtype)
     if max_model_len > config.max_position_embeddings:
         more = "; pass max_model_len to load_model for longer requests" if loaded_for_short(config) else ""
         raise InvalidRequestError(f"max_model_len={max_model_len} exceeds the model's {config.max_position_embeddings} positions{more}")
@@ -207,14 +204,6 @@ def init_state(
             runtime.disk, host = add_disk(model, folder, float(kv_dir_gib), page_size, runtime.host, host)
         pool = replace(pool, host=host)
     return EngineState(config=limits, kv=kv, pool=pool, runtime=runtime)
-
-
-def _require_a_page(config: ModelConfig, kv_dir_gib: int | float, page_size: int, dtype: torch.dtype) -> None:
-    """Refuse a folder for KV that has no room for one page of each rank; frames that are apart from their pages are left out."""
-    page, frame = bytes_by_group(config, page_size=page_size, dtype=dtype)
-    size = size_of(page or frame) * (1 if config.mesh is None else config.mesh.size)
-    if int(kv_dir_gib * 2**30) < size:
-        raise InvalidRequestError(f"kv_dir_gib={kv_dir_gib} is less than one page of {size / 2**30:.6f} GiB: make it larger")
 
 
 def default_tokens(device: torch.device) -> int:

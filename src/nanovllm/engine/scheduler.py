@@ -145,8 +145,8 @@ def allow_loads(draft: Draft, prefill: Mapping[int, int], num_steps: int) -> Non
     """
     host = draft.pool.host
     assert host is not None
-    prompts = [(s.num_filled, prefill[id_of(s)]) for s in draft.running if id_of(s) in prefill] if prefill else []
-    seconds = sum([host.rates.seconds_to_run(start, start + count) for start, count in prompts], 0.0)
+    prompts = [s for s in draft.running if id_of(s) in prefill] if prefill else []
+    seconds = sum((host.rates.seconds_to_run(s.num_filled, s.num_filled + prefill[id_of(s)]) for s in prompts), 0.0)
     allowed, without = host.loaded_beside(seconds), host.loaded_beside(0.0)
     assert allowed is not None and without is not None
     if prefill and allowed < without and num_steps % ALONE:

@@ -20,13 +20,11 @@ that writes have begun to fail; the next one comes only after a write that did n
 """
 
 import os
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -40,6 +38,7 @@ from nanovllm.executor.page_file import DamagedPageError, size_of
 from nanovllm.executor.page_folder import PageFolder
 from nanovllm.executor.unwritten import Unwritten
 from nanovllm.executor.workers import Threads, Workers
+from nanovllm.operator_lines import say
 from nanovllm.ops.kv_cache.fp8 import as_bytes
 from nanovllm.ops.kv_cache.page_images import gather_pages
 from nanovllm.state.disk_reads import NOTHING, PAGE, WHOLE
@@ -335,12 +334,7 @@ class DiskTier:
             known, self._is_failing = self._is_failing, True
         if not known:
             again = f"replies go on, and it is tried again after {REST:g} seconds"
-            with suppress(OSError):  # the log may be on the same disk
-                print(
-                    f"nanovllm: KV cannot be written to {self.folder.folder}: {error.strerror or error}; {again}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+            say(f"KV cannot be written to {self.folder.folder}: {error.strerror or error}; {again}")
 
     def _touch(self, keys: Seq[bytes], used: int) -> None:
         self.folder.touch(keys, used)

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 
-from nanovllm.entrypoints.server.operator_lines import say
 from nanovllm.errors import InvalidRequestError
+from nanovllm.operator_lines import say
 
 LOCK = ".nanovllm-chunks.lock"
 LOCK_SECONDS = 10.0  # for the server before this one to end

@@ -5,10 +5,10 @@ from functools import partial
 from typing import Any
 
 from nanovllm.entrypoints.server.held import Held
-from nanovllm.entrypoints.server.operator_lines import say
 from nanovllm.entrypoints.server.side_thread import SideThread
 from nanovllm.entrypoints.server.unread_chunks import read_in
 from nanovllm.errors import NanoVLLMError, OutOfPagesError, QueueFullError
+from nanovllm.operator_lines import say
 
 MOST_WAITING = 1024  # requests and calls that wait for chunks
 

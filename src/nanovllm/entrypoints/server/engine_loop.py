@@ -32,7 +32,6 @@ from nanovllm.entrypoints.server.held import Held
 from nanovllm.entrypoints.server.idle_saves import IdleSaves
 from nanovllm.entrypoints.server.named_chunks import ChunkLimits, NamedChunks, prefix, without_compositions
 from nanovllm.entrypoints.server.news import News, Owner
-from nanovllm.entrypoints.server.operator_lines import say
 from nanovllm.entrypoints.server.peer import MOST_UNSENT, STALL_SECONDS, Peer
 from nanovllm.entrypoints.server.side_thread import Later, SideThread
 from nanovllm.entrypoints.server.unread_chunks import hold_marked
@@ -52,6 +51,7 @@ from nanovllm.entrypoints.server.wire import (
 from nanovllm.errors import EngineDeadError, InvalidRequestError, NanoVLLMError, OutOfPagesError, QueueFullError
 from nanovllm.executor.executor import runtime_of
 from nanovllm.models.model import Model
+from nanovllm.operator_lines import say
 from nanovllm.sampling.compiled_grammar import is_compiled
 from nanovllm.sampling.grammar import Grammar
 from nanovllm.sampling.params import SamplingParams

@@ -13,12 +13,12 @@ from nanovllm.entrypoints.process import freeze
 from nanovllm.entrypoints.ranks.leader import start
 from nanovllm.entrypoints.ranks.settings import RANK_TIMEOUT, chosen_devices, settings_of
 from nanovllm.entrypoints.server.engine_loop import EngineLoop
-from nanovllm.entrypoints.server.operator_lines import say
 from nanovllm.entrypoints.server.serving_tokenizer import ReplyFormats
 from nanovllm.entrypoints.server.starting import DEAD, READY, tell
 from nanovllm.errors import EngineDeadError, NanoVLLMError
 from nanovllm.loading.load_model import load_model, resolve_device
 from nanovllm.models.model import Model
+from nanovllm.operator_lines import say
 from nanovllm.sampling.compiled_grammar import prepare_grammars
 
 WHERE = {

@@ -8,8 +8,8 @@ from typing import Any
 
 from nanovllm.entrypoints.server import saved_chunks
 from nanovllm.entrypoints.server.named_chunks import NamedChunks
-from nanovllm.entrypoints.server.operator_lines import say
 from nanovllm.errors import NanoVLLMError
+from nanovllm.operator_lines import say
 
 RETRY_SECONDS = 30.0  # a disk that is full stays full for a while
 Key = tuple[str, str, int]  # a namespace, the name of a chunk, and the chunk's `liveness`
@@ -48,7 +48,7 @@ class IdleSaves:
         Chunks that are as their files are left out, and chunks whose KV is only in their files. Those that failed come last.
         """
         now, folder = self.clock(), named.limits.folder
-        present = {(space, name, one.chunk.liveness): None for space, found in named.spaces.items() for name, one in found.items()}
+        present = {(space, name, one.chunk.liveness) for space, found in named.spaces.items() for name, one in found.items()}
         self._begun.intersection_update(present)
         self._told.intersection_update(present)
         self._failed = {key: since for key, since in self._failed.items() if key in present}
@@ -59,7 +59,7 @@ class IdleSaves:
             return None
         if not os.path.isdir(folder):  # somebody has deleted it while it is in use: all files have gone
             self._begun.clear()
-        for key in sorted(present.keys() - self._begun, key=lambda key: (self._failed.get(key, -math.inf), key[2])):
+        for key in sorted(present - self._begun, key=lambda key: (self._failed.get(key, -math.inf), key[2])):
             space, name, liveness = key
             if now < self._failed.get(key, -math.inf) + RETRY_SECONDS or liveness in named.unread:
                 continue

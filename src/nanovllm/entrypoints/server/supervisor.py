@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from nanovllm.entrypoints.server.operator_lines import say as warn
 from nanovllm.entrypoints.server.settings import Settings
 from nanovllm.entrypoints.server.starting import FAILED, READY, first_line, tell
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
+from nanovllm.operator_lines import say as warn
 
 MOST_RESTARTS, RESTART_SECONDS = 5, 60.0  # an engine that fails more often in this time stays down
 KILL_SECONDS = 5.0  # for a process to end after its time is over

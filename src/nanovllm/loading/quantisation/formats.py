@@ -16,6 +16,7 @@ STORED = {
     "F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64, "F64": torch.float64,
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
 }  # fmt: skip
+LARGEST_SCALE = 2.0**67  # a GPU's kernels multiply scales of FP8 codes by 2^60 (`ops/linear/triton_codes.py`)
 
 
 class PartError(CheckpointError):
@@ -67,9 +68,6 @@ class MatrixFormat(Protocol):
         ...
 
 
-LARGEST_SCALE = 2.0**67  # a GPU's kernels multiply scales of FP8 codes by 2^60 (`ops/linear/triton_codes.py`)
-
-
 def sealed(matrix: QuantisedMatrix, scale: str, dtype: torch.dtype) -> QuantisedMatrix:
     """The matrix, if all that it stands for is a finite number.
 
@@ -79,8 +77,8 @@ def sealed(matrix: QuantisedMatrix, scale: str, dtype: torch.dtype) -> Quantised
         dtype: The dtype of the model.
 
     Raises:
-        PartError: A scale is not finite, or its product with the largest code is not finite in `dtype`; or it is 0 for codes that are
-            not, or an fp8 code is NaN.
+        PartError: A scale is not finite or above `LARGEST_SCALE`, or its product with the largest code is not finite in `dtype`; or it
+            is 0 for codes that are not, or an fp8 code is NaN.
     """
     scales, codes = matrix.scales, matrix.codes  # a scale may be negative: AutoRound stores such scales of symmetric codes
     largest = {torch.float8_e4m3fn: 448, torch.uint8: 8, torch.int8: 128}[codes.dtype] * (1 if matrix.zeros is None else 2)
