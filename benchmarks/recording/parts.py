@@ -77,7 +77,7 @@ LIST = (
     faults("rank-faults-x8", 8, ranks=4),
     *(ranks(name, 4, model) for name, model in (("8b", "qwen3-8b"), ("32b", "qwen3-32b"), ("70b", "llama-3.3-70b"))),
     faults("rank-faults-x4", 4, ranks=2),
-    two_ranks("two-ranks", 400),
+    two_ranks("two-ranks", 600),
     two_ranks("two-ranks-halves", 400, "--halves"),
     ranks("8b", 1, "qwen3-8b", "--which", "b1,b8,b64", by_name=True),  # the host's time beside that of two ranks
     ranks("8b", 2, "qwen3-8b"),

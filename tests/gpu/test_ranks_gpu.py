@@ -16,6 +16,6 @@ def test_ranks(ranks: int) -> None:
         pytest.skip(f"needs {ranks} GPUs")
     program = Path(__file__).with_name("two_ranks.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), str(program)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
     assert ran.stdout.count("done") == ranks
