@@ -4,6 +4,7 @@
 
 torchrun --nproc-per-node 2 tests/gpu/two_ranks.py
 torchrun --nproc-per-node 4 tests/gpu/two_ranks.py
+torchrun --nproc-per-node 8 tests/gpu/two_ranks.py
 """
 
 import gc

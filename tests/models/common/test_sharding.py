@@ -142,6 +142,21 @@ def test_a_model_rounded_while_it_is_loaded(tmp_path: Path, kind: Any) -> None:
     assert run_ranks(run, 2) == [run(None)] * 2
 
 
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_experts_that_eight_ranks_round_while_they_load(tmp_path: Path, kind: Any) -> None:
+    config = tiny_config("Qwen3MoeForCausalLM", hidden_size=128, num_heads=8, num_kv_heads=2, head_dim=64)
+    save_hf_folder(tmp_path, config)
+
+    def run(mesh: Mesh | None) -> tuple[list[int], Any]:
+        llm = nv.LLM(nv.load_model(tmp_path, "cpu", "float32", quantization=kind, mesh=mesh), num_pages=32, compile=False)
+        reply = llm.generate(["Once upon a time"], nv.SamplingParams(temperature=0, max_tokens=8))[0]
+        return reply.token_ids, llm.model.quantization
+
+    alone = run(None)
+    assert kind in alone[1]
+    assert run_ranks(run, 8) == [alone] * 8
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_rounded_parts_are_parts_of_the_rounded_whole(tmp_path: Path, kind: Any) -> None:
     config = tiny_config(hidden_size=128, intermediate_size=512, num_heads=4, num_kv_heads=2, head_dim=64)

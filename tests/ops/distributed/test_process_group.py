@@ -14,6 +14,7 @@ import torch.distributed as dist
 import nanovllm as nv
 from nanovllm.ops.distributed.group import joined, summed
 from nanovllm.ops.sampling.draw import draw, highest
+from nanovllm.testing.models import random_model, tiny_config
 
 pytestmark = pytest.mark.unhooked  # the processes are not hooked anyway
 
@@ -82,6 +83,48 @@ def test_a_program_of_two_processes(tmp_path: Path) -> None:
     state, facts = nv.load_chunk(model, state, file)
     _, reply = nv.generate(model, state, [facts, " Who is the king?"], nv.SamplingParams(temperature=0, max_tokens=12))
     assert reply.token_ids == first["reply"]
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_programs_of_four_and_eight_processes(tmp_path: Path, size: int) -> None:
+    """The ranks of a KV head hold copies of it. Replies are those of one rank, and so is the file of a chunk."""
+    program = """
+        import json, sys
+        import torch
+        import nanovllm as nv
+        from nanovllm.ops.distributed.collectives import all_gather, all_reduce
+        from nanovllm.testing.models import random_model, tiny_config
+
+        mesh = nv.make_mesh("cpu")
+        told = {"reduced": all_reduce(torch.full((2,), 1.0 + mesh.rank), mesh).tolist()}
+        told["gathered"] = all_gather(torch.full((2,), float(mesh.rank)), mesh)[:, 0].tolist()
+        for architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"):
+            model = random_model(tiny_config(architecture, num_heads=8, num_kv_heads=2), dtype="float64", mesh=mesh)
+            state = nv.init_state(model, num_pages=64, mesh=mesh)
+            state, facts = nv.prefill(model, state, "The king of Aistonia is Oswin.")
+            nv.save_chunk(state, facts, f"{sys.argv[1]}/{architecture}.safetensors")
+            greedy = nv.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+            drawn = nv.SamplingParams(temperature=0.9, top_p=0.9, seed=7, max_tokens=12, ignore_eos=True)
+            state, one = nv.generate(model, state, [facts, " Who is the king?"], greedy)
+            state, other = nv.generate(model, state, "A fox", drawn)
+            told[architecture] = [one.token_ids, other.token_ids, model.config.num_heads]
+        print(json.dumps(told), flush=True)
+        torch.distributed.destroy_process_group()
+    """
+    ranks = run_ranks(program, size, str(tmp_path))
+    assert [rank.returncode for rank in ranks] == [0] * size, [rank.stderr[-1000:] for rank in ranks]
+    first, *others = (json.loads(rank.stdout.splitlines()[-1]) for rank in ranks)
+    assert others == [first] * (size - 1)
+    assert first["reduced"] == [size * (size + 1) / 2] * 2 and first["gathered"] == list(range(size))
+    for architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"):
+        model = random_model(tiny_config(architecture, num_heads=8, num_kv_heads=2), dtype="float64")
+        state = nv.init_state(model, num_pages=64)
+        state, facts = nv.load_chunk(model, state, tmp_path / f"{architecture}.safetensors")
+        greedy = nv.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        drawn = nv.SamplingParams(temperature=0.9, top_p=0.9, seed=7, max_tokens=12, ignore_eos=True)
+        state, one = nv.generate(model, state, [facts, " Who is the king?"], greedy)
+        state, other = nv.generate(model, state, "A fox", drawn)
+        assert first[architecture] == [one.token_ids, other.token_ids, 8 // size]
 
 
 def test_a_prompt_in_two_halves() -> None:
