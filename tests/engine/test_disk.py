@@ -401,7 +401,7 @@ def test_options_that_are_refused(tmp_path: Path):
         with pytest.raises(InvalidRequestError, match="kv_dir_gib"):
             init_state(MODEL, num_pages=8, host_kv_gib=GIB, kv_dir=tmp_path, kv_dir_gib=wrong)
     for wrong in (1, "", b"kv"):
-        with pytest.raises(InvalidRequestError):
+        with pytest.raises(InvalidRequestError, match=f"^kv_dir={wrong!r} must be the name of a folder"):
             init_state(MODEL, num_pages=8, host_kv_gib=GIB, kv_dir=wrong)
 
 
@@ -445,9 +445,7 @@ def test_a_folder_that_is_made_is_for_its_own_user_only(tmp_path: Path):
         assert [folder.stat().st_mode & 0o777 for folder in folders] == [mode, 0o700]
 
 
-def test_an_empty_name_and_a_limit_below_one_page_are_refused(tmp_path: Path):
-    with pytest.raises(InvalidRequestError, match=r"^kv_dir='' must be the name of a folder"):
-        init_state(MODEL, num_pages=8, host_kv_gib=GIB, kv_dir="")
+def test_a_limit_below_one_page_is_refused(tmp_path: Path):
     for small in (1e-9, 500 / 2**30):
         with pytest.raises(InvalidRequestError, match=r"kv_dir_gib=.* is less than one page of 0.0000\d\d GiB: make it larger"):
             init_state(MODEL, num_pages=8, page_size=4, host_kv_gib=GIB, kv_dir=tmp_path / "small", kv_dir_gib=small)

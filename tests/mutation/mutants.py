@@ -1785,8 +1785,8 @@ MUTANTS: tuple[Mutant, ...] = (
     *bugs(
         "entrypoints/arguments.py",
         ARGUMENTS,
-        ("--memory-fraction is dropped", '"max_model_len", "memory_fraction")', '"max_model_len")'),
-        ("--max-step-ms is dropped", '*names, "max_step_ms", "tuning"', '*names, "tuning"'),
+        ("--memory-fraction is dropped", '"memory_fraction", "max_step_ms",', '"max_step_ms",'),
+        ("--max-step-ms is dropped", '"max_step_ms", "tuning", "kv_dtype")', '"tuning", "kv_dtype")'),
         ("--tuning is dropped", '"max_step_ms", "tuning", "kv_dtype")', '"max_step_ms", "kv_dtype")'),
         ("--kv-dtype is dropped", '"tuning", "kv_dtype")', '"tuning")'),
         ("--kv-dir is dropped", '"kv_dir": options.kv_dir, ', '"kv_dir": None, '),

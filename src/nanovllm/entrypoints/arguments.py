@@ -162,8 +162,7 @@ def freeze_if_alone(options: argparse.Namespace) -> None:
 
 def engine_limits(options: argparse.Namespace) -> dict[str, Any]:
     """The options of `add_model_options` as arguments of `init_state`. Raises `InvalidRequestError`."""
-    names = ("num_pages", "num_frames", "max_model_len", "memory_fraction")
-    names = (*names, "max_step_ms", "tuning", "kv_dtype")
+    names = ("num_pages", "num_frames", "max_model_len", "memory_fraction", "max_step_ms", "tuning", "kv_dtype")
     limits = {name: getattr(options, name) for name in names}
     return {**limits, **kept_kv(options), "compile": False if options.eager else None}
 

@@ -121,6 +121,7 @@ def memory(state: EngineState, *, names: Mapping[str, Chunk | int] | None = None
     """
     state = enter(state)
     pool, index = state.config.num_pages, state.prefix
+    num_host_pages, num_host_used = host_pages_of(state)
     drafts = drafts_of(state)
     called = _called(state, names, {number for _, kind, number in drafts if kind != "chunk"})
     owners = owners_of(drafts, called, pool)
@@ -134,10 +135,16 @@ def memory(state: EngineState, *, names: Mapping[str, Chunk | int] | None = None
         idle=frozenset(index.idle_pages()),
         num_indexed=len(index.pages()),
         frames=_frames(state, sum(map(bool, page_owners))),
-        num_host_pages=0 if (host := state.pool.host) is None else host.num_pages,
-        num_host_used=0 if host is None else host.used.num_used,
+        num_host_pages=num_host_pages,
+        num_host_used=num_host_used,
         disk=_disk(state),
     )
+
+
+def host_pages_of(state: EngineState) -> tuple[int, int]:
+    """How many pages host memory has room for, and how many of them have KV. Both are 0 without `host_kv_gib`."""
+    host = state.pool.host
+    return (0, 0) if host is None else (host.num_pages, host.used.num_used)
 
 
 def _disk(state: EngineState) -> DiskReport | None:

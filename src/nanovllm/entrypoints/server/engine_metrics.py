@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from nanovllm.entrypoints.memory.report import host_pages_of
 from nanovllm.executor.disk_counts import DiskCounts
 from nanovllm.executor.executor import runtime_of
 from nanovllm.state.engine_state import EngineState
@@ -176,7 +177,7 @@ class EngineMetrics:
         for chunk in state.chunks.values():
             held[chunk.pages.array()] = True
         chunks, free, idle, total = int(held.sum()), state.pages.num_free, state.prefix.num_idle, state.config.num_pages
-        stats = state.stats
+        stats, (host_pages, host_pages_used) = state.stats, host_pages_of(state)
         return {
             "num_running": len(state.running),
             "num_waiting": len(state.waiting),
@@ -194,8 +195,8 @@ class EngineMetrics:
             "memory_shortages": stats.memory_shortages,
             "offloaded_tokens": stats.offloaded_tokens,
             "loaded_tokens": stats.loaded_tokens,
-            "host_pages": 0 if (host := state.pool.host) is None else host.num_pages,
-            "host_pages_used": 0 if host is None else host.used.num_used,
+            "host_pages": host_pages,
+            "host_pages_used": host_pages_used,
             "read_tokens": stats.read_tokens,
             **disk_figures(state),
             "steps": state.num_steps,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from nanovllm.entrypoints.memory.pages import PageFigures, PageOwner, Path, ranges
-from nanovllm.entrypoints.memory.report import Draft, by_page, drafts_of, owners_of, page_bytes
+from nanovllm.entrypoints.memory.report import Draft, by_page, drafts_of, host_pages_of, owners_of, page_bytes
 from nanovllm.entrypoints.memory.text import Line, describe, outline
 from nanovllm.entrypoints.memory.tree import path_to, tree
 from nanovllm.entrypoints.server.held import Held
@@ -45,17 +45,14 @@ def memory(held: Held, *, space: str, namespace: int, everything: bool) -> tuple
     owners = owners_of(shown, {(True, number): name for number, name in names.items()}, state.config.num_pages)
     idle = _idle(state, None if everything else namespace)
     counted = np.bincount(kinds, minlength=len(KINDS)).tolist()
-    host, disk = state.pool.host, runtime_of(state).disk
+    disk = runtime_of(state).disk
     held_by_own = (kinds == CHUNKS) | (kinds == REQUESTS) | (kinds == BOTH)
     return held, {
         "object": "memory",
         "page_size": state.config.page_size,
         "page_bytes": page_bytes(state.kv),
         "pages": {"total": state.config.num_pages, **dict(zip(KINDS, counted, strict=True))},
-        "host_pages": {
-            "total": 0 if host is None else host.num_pages,
-            "used": 0 if host is None else host.used.num_used,
-        },
+        "host_pages": dict(zip(("total", "used"), host_pages_of(state), strict=True)),
         "disk": None if disk is None else {"bytes": disk.folder.size, "max_bytes": disk.folder.max_bytes},
         "shared": int((held_by_own & (counts > 1)).sum()),
         "saved": int(counts[held_by_own].sum() - held_by_own.sum()),
