@@ -142,6 +142,7 @@ def main(arguments: list[str] | None = None) -> None:
         if options.output is not None:
             command = f"torchrun --nproc-per-node {mesh.size} benchmarks/gpus.py --model {options.model}"
             command += "" if options.which == WHICH else f" --which {options.which}"
+            command += "" if options.quantization is None else f" --quantization {options.quantization}"
             options.output.write_text(json.dumps(record(model, figures, command, options.commit), indent=1) + "\n")
 
     for one in measure(engine.generate, options.which.split(","), model.config.vocab_size, options.repeats, lambda: engine.spent):

@@ -76,10 +76,11 @@ LIST = (
     ranks("235b-fp8", 8, "qwen3-235b-a22b", "--quantization", "fp8", limit=600),
     faults("rank-faults-x8", 8, ranks=4),
     *(ranks(name, 4, model) for name, model in (("8b", "qwen3-8b"), ("32b", "qwen3-32b"), ("70b", "llama-3.3-70b"))),
+    ranks("235b-fp8", 4, "qwen3-235b-a22b", "--quantization", "fp8", limit=600),
     faults("rank-faults-x4", 4, ranks=2),
     two_ranks("two-ranks", 600),
     two_ranks("two-ranks-halves", 400, "--halves"),
-    ranks("8b", 1, "qwen3-8b", "--which", "b1,b8,b64", by_name=True),  # the host's time beside that of two ranks
+    ranks("8b", 1, "qwen3-8b", by_name=True),  # the same program on one card: its rates, and the host's time
     ranks("8b", 2, "qwen3-8b"),
     ranks("32b", 2, "qwen3-32b"),
     ranks("70b", 2, "llama-3.3-70b", by_name=True),  # needs cards of more than 80 GB

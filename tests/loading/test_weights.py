@@ -4,9 +4,11 @@ import json
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,16 +16,20 @@ from safetensors.torch import load_file, save_file
 from torch.utils import _pytree as pytree
 
 import nanovllm as nv
+from nanovllm.config import Mesh
 from nanovllm.entrypoints.cli.bench.model_shapes import random_model as bench_model
 from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.loading import weights
 from nanovllm.loading.load_model import load_model
+from nanovllm.loading.quantisation.rounding import Rounding, rounded_params
 from nanovllm.loading.safetensors_headers import read_headers
 from nanovllm.loading.weights import fingerprint
 from nanovllm.models import init_params
-from nanovllm.models.common.params import ParamInfo
+from nanovllm.models.common.params import ParamInfo, matrices
 from nanovllm.models.init_params import drawn_by, random_fingerprint, random_params
 from nanovllm.models.registry import REGISTRY
+from nanovllm.ops.linear.quantise import quantise
+from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.testing.models import random_model, save_hf_folder, tiny_config
 
 NORM = "model.layers.1.post_attention_layernorm.weight"
@@ -231,6 +237,27 @@ def test_random_values_do_not_depend_on_how_many_are_drawn_at_once(monkeypatch: 
     monkeypatch.setattr(init_params, "DRAWN", 64)
     for a, b in zip(pytree.tree_leaves(whole), pytree.tree_leaves(random_params(config, seed=1, **where)), strict=True):
         assert a is b is None or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("mesh", [None, Mesh(size=2, rank=1, group=0)])
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
+def test_random_matrices_are_rounded_one_after_another(architecture: str, mesh: Mesh | None) -> None:
+    """The weights are those of rounding at the end, and no matrix outlives its rounding."""
+    config, drawn, alive = tiny_config(architecture), list[weakref.ref[torch.Tensor]](), list[int]()
+
+    def rounded(matrix: torch.Tensor) -> QuantisedMatrix:
+        alive.append(sum(each() is not None for each in drawn))
+        drawn.append(weakref.ref(matrix))
+        return quantise(matrix, "int8")
+
+    where: dict[str, Any] = {"seed": 3, "device": torch.device("cpu"), "dtype": torch.float32, "mesh": mesh}
+    got = random_params(config, **where, rounded=rounded)
+    want = rounded_params(random_params(config, **where), Rounding(kind="int8"))
+    assert pytree.tree_structure(got) == pytree.tree_structure(want)
+    for a, b in zip(pytree.tree_leaves(got), pytree.tree_leaves(want), strict=True):
+        assert a is b is None or torch.equal(a, b)
+    assert len(drawn) == sum(len(matrices(layer)) for layer in got.layers)
+    assert not any(alive)
 
 
 def test_a_fingerprint_tells_who_drew_the_values(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from nanovllm.config import Mesh, ModelConfig, RopeConfig
 from nanovllm.models.common.layers import inverse_frequencies
-from nanovllm.models.common.params import ParamInfo, Params, as_kept
+from nanovllm.models.common.params import ParamInfo, Params, as_kept, matrices
 from nanovllm.models.common.sharding import cut, sharded_table
 from nanovllm.models.registry import REGISTRY
 from nanovllm.types import Tensor
@@ -43,6 +43,7 @@ def random_params(
     std: float = 0.02,
     drawn_on: torch.device = HOST,
     mesh: Mesh | None = None,
+    rounded: Callable[[Tensor], Any] | None = None,
 ) -> Params[Tensor]:
     """Random weights from the architecture's table: normal with deviation `std`; norm weights are `1 + std * normal`.
 
@@ -57,6 +58,8 @@ def random_params(
         std: The standard deviation.
         drawn_on: The device whose generator is used. A GPU is faster, but its values depend on the kind of GPU (see `drawn_by`).
         mesh: The ranks among which the weights are cut: each gets its part of the same values. None: one rank has all.
+        rounded: What is kept in place of a matrix of a layer, from the matrix, or a rank's part of it. It is called as soon as the matrix
+            is drawn, so that the memory holds one whole matrix at a time. None: matrices are kept as they are.
     """
     generator = torch.Generator(drawn_on).manual_seed(seed)
 
@@ -68,10 +71,15 @@ def random_params(
         return as_kept(info, flat)
 
     table = REGISTRY[config.architecture].param_table(config)
-    if mesh is None:
-        return build_params(table, draw, device)
-    parts = iter([info.part for info in infos(sharded_table(table, config, mesh)) if info.rope is None])
-    return build_params(table, lambda info: cut(next(parts), draw(info)), device)
+    own = table if mesh is None else sharded_table(table, config, mesh)
+    parts = iter([info.part for info in infos(own) if info.rope is None])
+    rounds = {id(info) for layer in table.layers for info in matrices(layer)}
+
+    def make(info: ParamInfo) -> Any:
+        drawn: Any = cut(next(parts), draw(info))
+        return drawn if rounded is None or id(info) not in rounds else rounded(drawn)
+
+    return build_params(table, make, device)
 
 
 def drawn_by(device: torch.device) -> str:

@@ -66,8 +66,15 @@ def rounded_params(params: Params[Tensor], rounding: Rounding) -> Params[Tensor]
         experts = None if w.experts is None else replace(w.experts, gate_up=kept(w.experts.gate_up), down=kept(w.experts.down))
         return replace(w, qkv=kept(w.qkv), o=kept(w.o), gate_up=kept(w.gate_up), down=kept(w.down), experts=experts)
 
-    head = kept(params.embed if params.head is None else params.head) if rounding.head else params.head
-    return replace(params, layers=tuple(map(layer, params.layers)), head=head)
+    return rounded_head(replace(params, layers=tuple(map(layer, params.layers))), rounding)
+
+
+def rounded_head(params: Params[Tensor], rounding: Rounding) -> Params[Tensor]:
+    """Weights with the head rounded if `rounding` asks for that. Tied embeddings keep their table."""
+    if not rounding.head:
+        return params
+    head: Any = quantise(params.embed if params.head is None else params.head, rounding.kind)
+    return replace(params, head=head)
 
 
 def quantisable(table: Params[ParamInfo], *, head: bool) -> Iterator[ParamInfo]:

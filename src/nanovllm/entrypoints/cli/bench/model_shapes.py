@@ -1,6 +1,9 @@
 """Models with random weights and the shapes of published models. They run as fast as the trained models."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -8,12 +11,13 @@ from nanovllm.config import Mesh, ModelConfig, MoEConfig, RopeConfig
 from nanovllm.errors import InvalidRequestError
 from nanovllm.loading.load_model import resolve_device, resolve_dtype
 from nanovllm.loading.quantisation.activations import require_fp8_products, with_fp8_activations
-from nanovllm.loading.quantisation.rounding import require_rounding, rounded_params
+from nanovllm.loading.quantisation.rounding import require_rounding, rounded_head
 from nanovllm.models.common.sharding import sharded_config
 from nanovllm.models.init_params import drawn_by, random_fingerprint, random_params
 from nanovllm.models.model import Model
 from nanovllm.models.registry import REGISTRY, fitted
-from nanovllm.ops.linear.quantise import Kind
+from nanovllm.ops.linear.quantise import Kind, quantise
+from nanovllm.types import Tensor
 
 SHAPES: dict[str, ModelConfig] = {
     "qwen3-0.6b": ModelConfig(
@@ -143,12 +147,17 @@ def random_weights(
     fp8_activations: bool = False,
     mesh: Mesh | None = None,
 ) -> Model:
-    """A model of one of `SHAPES` with random weights and without a tokenizer. It is rounded as `load_model` rounds."""
+    """A model of one of `SHAPES` with random weights and without a tokenizer.
+
+    It is rounded as `load_model` rounds, one matrix after another: the memory need not hold the weights before they are rounded. Ranks that
+    share a row's columns have scales of their own for it.
+    """
     rounding = require_rounding(quantization, quantize_head)
-    model = random_model(f"{name} (random weights)", SHAPES[name], device=device, dtype=dtype, seed=seed, mesh=mesh)
+    rounded = None if rounding is None else partial(quantise, kind=rounding.kind)
+    model = random_model(f"{name} (random weights)", SHAPES[name], device=device, dtype=dtype, seed=seed, mesh=mesh, rounded=rounded)
     require_fp8_products(fp8_activations, model.device, model.dtype)
     if rounding is not None:
-        params, mark = rounded_params(model.params, rounding), rounding.mark(model.fingerprint)
+        params, mark = rounded_head(model.params, rounding), rounding.mark(model.fingerprint)
         model = replace(model, params=params, fingerprint=mark, quantization=rounding.summary)
     return with_fp8_activations(model) if fp8_activations else model
 
@@ -161,10 +170,12 @@ def random_model(
     dtype: torch.dtype | str | None = None,
     seed: int = 0,
     mesh: Mesh | None = None,
+    rounded: Callable[[Tensor], Any] | None = None,
 ) -> Model:
     """A model of any config with random weights and without a tokenizer.
 
-    The device's own generator makes the weights. That is fast, and the values do not matter for speed.
+    The device's own generator makes the weights. That is fast, and the values do not matter for speed. `rounded` is as in
+    `random_params`.
     """
     target = resolve_device(device)
     chosen = resolve_dtype(dtype, config, target)
@@ -172,7 +183,7 @@ def random_model(
     return Model(
         name=name,
         config=config if mesh is None else sharded_config(config, mesh),
-        params=random_params(config, seed=seed, device=target, dtype=chosen, drawn_on=target, mesh=mesh),
+        params=random_params(config, seed=seed, device=target, dtype=chosen, drawn_on=target, mesh=mesh, rounded=rounded),
         tokenizer=None,
         spec=REGISTRY[config.architecture],
         generation_config={},
