@@ -8,7 +8,7 @@ import hashlib
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from io import RawIOBase
 from pathlib import Path
@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 import torch
+from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
@@ -36,6 +37,7 @@ from nanovllm.models.spec import ModelSpec
 from nanovllm.ops.distributed.collectives import all_gather
 from nanovllm.ops.linear.quantise import GROUP, Kind, quantise
 from nanovllm.ops.linear.quantised import QuantisedMatrix
+from nanovllm.ops.linear.quantised_ranges import finer
 from nanovllm.types import FLOATS, Tensor
 
 STAGE = 4 << 20  # bytes read at once; a multiple of every itemsize
@@ -258,16 +260,32 @@ def _quantised(info: ParamInfo, kept: Tensor, kind: Kind, mesh: Mesh | None) -> 
     """A rank's part of a matrix, with the codes and scales of the whole matrix. If its columns are cut, all ranks call this together.
 
     Raises:
-        CheckpointError: A group of columns with one scale is cut.
+        CheckpointError: The ranks would cut a group of columns with one scale into too small ones.
     """
     if mesh is None or info.part.axis != -1:
         return quantise(kept, kind)
-    if kind == "int4":
-        if kept.shape[-1] % GROUP:
-            name, wide = module_of(info.sources[0]), kept.shape[-1]
-            raise CheckpointError(f"{name} cannot be shared by {mesh.size} ranks in int4: {wide} columns cut a group of {GROUP}")
+    if kind != "int4":
+        return quantise(kept, kind, largest=all_gather(kept.abs().amax(-1, keepdim=True), mesh).amax(0))
+    wide = kept.shape[-1]
+    with _named(info.sources[0], mesh):
+        group = finer(GROUP, *(rank * wide for rank in range(1, mesh.size)))
+    if group == GROUP:
         return quantise(kept, kind)
-    return quantise(kept, kind, largest=all_gather(kept.abs().amax(-1), mesh).amax(0))
+    magnitudes = all_gather(kept.abs().unflatten(-1, (-1, group)).amax(-1), mesh).movedim(0, -2).flatten(-2)  # of the whole matrix
+    several = GROUP // group  # magnitudes that share a scale
+    missing = -magnitudes.shape[-1] % several
+    shared = pad(magnitudes, (0, missing)).unflatten(-1, (-1, several)).amax(-1).repeat_interleave(several, -1)
+    own = wide // group
+    return quantise(kept, kind, group, largest=shared[..., mesh.rank * own : (mesh.rank + 1) * own])
+
+
+@contextmanager
+def _named(name: str, mesh: Mesh) -> Iterator[None]:
+    """Name the tensor that ranks cannot share."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        raise CheckpointError(f"{module_of(name)} cannot be shared by {mesh.size} ranks: {error}; choose another number") from None
 
 
 def _size(header: TensorHeader, rows: Ranges, columns: Ranges) -> int:
@@ -285,11 +303,8 @@ def _own_part(
     if ranges is None or mesh is None:
         return matrix
     (rows, columns), (_height, width) = ranges, matrix.shape
-    try:
-        part = Part(axis=-2, ranges=rows) if columns == ((0, width),) else Part(axis=-1, ranges=columns)
-        return cut(part, matrix)
-    except InvalidRequestError as error:
-        raise CheckpointError(f"{module_of(name)} cannot be shared by {mesh.size} ranks: {error}; choose another number") from None
+    with _named(name, mesh):
+        return cut(Part(axis=-2, ranges=rows) if columns == ((0, width),) else Part(axis=-1, ranges=columns), matrix)
 
 
 def _pieces(header: TensorHeader, rows: Ranges, columns: Ranges) -> Iterator[tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,28 @@ def test_quantised_parts(kind: Any, layout: str) -> None:
     assert torch.equal(column_range(matrix, 384, 512).dequantised(torch.float32), whole[:, 384:])
 
 
+@pytest.mark.parametrize("experts", [(), (3,)])
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", ["cpu", "gpu"])
+@pytest.mark.parametrize(
+    ("width", "cuts"), [(1536, (0, 192, 384)), (768, (576, 768)), (400, (208, 400)), (400, (384, 400)), (320, (16, 48))]
+)
+def test_parts_between_groups(width: int, cuts: tuple[int, ...], layout: str, kind: Any, *, zeros: bool, experts: tuple[int, ...]) -> None:
+    """A rank has 192 columns of an expert of Qwen3-235B-A22B, if eight share it, and blocks of FP8 have 128."""
+    random = torch.Generator().manual_seed(0)
+    matrix = quantise(torch.randn(*experts, 8, width, generator=random), kind, 128)
+    if zeros and kind != "fp8":
+        matrix = replace(matrix, zeros=torch.randint(-3, 4, matrix.scales.shape, generator=random, dtype=torch.int16))
+    whole = matrix.dequantised(torch.float32)
+    matrix = gpu_layout(matrix) if layout == "gpu" else matrix
+    for first, last in pairwise(cuts):
+        part = column_range(matrix, first, last)
+        assert part.group >= 16
+        assert tuple(part.scales.shape) == (*experts, 8, -(-(last - first) // part.group))
+        assert torch.equal(part.dequantised(torch.float32), whole[..., first:last])
+
+
 def test_blocks_of_rows_with_one_scale() -> None:
     codes = torch.randint(-8, 8, (256, 256), dtype=torch.int8)
     matrix = QuantisedMatrix(codes=codes, scales=torch.rand(2, 2) + 0.5, columns=256, group=128, rows=128)
@@ -118,7 +141,7 @@ def test_blocks_of_rows_with_one_scale() -> None:
 @pytest.mark.parametrize(
     ("first", "last", "changes", "told"),
     [
-        (64, 192, {}, "cut a group of 128 columns"),
+        (8, 136, {}, "cuts at column 8 and column 136 divide groups of 128 columns into groups of 8, fewer than 16"),
         (0, 128, {"order": torch.arange(256, dtype=torch.int32)}, "desc_act"),
     ],
 )
@@ -187,9 +210,32 @@ def test_weights_of_one_rank_that_have_no_codes_are_refused_on_all(tmp_path: Pat
     assert run_ranks(run, 2, seconds=60.0) == [f"another rank's part of the checkpoint has {what}", f"{file}: {name} has {what}"]
 
 
-def test_groups_that_ranks_would_cut_are_refused(tmp_path: Path) -> None:
-    save_hf_folder(tmp_path, tiny_config(hidden_size=128, intermediate_size=384, num_heads=4, num_kv_heads=2, head_dim=64))
-    with pytest.raises(nv.CheckpointError, match=r"mlp\.down_proj cannot be shared by 2 ranks in int4: 192 columns cut a group of 128"):
+@pytest.mark.parametrize(("ranks", "inner"), [(2, 384), (4, 448), (2, 608)])
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
+def test_ranks_that_share_a_scale_of_4_bits(tmp_path: Path, architecture: str, ranks: int, inner: int) -> None:
+    """Parts that begin between groups get the codes and scales of the whole matrix."""
+    sizes = {"hidden_size": 128, "intermediate_size": inner, "num_heads": 4, "num_kv_heads": 4, "head_dim": 64}
+    config = tiny_config(architecture, **sizes)
+    if config.moe is not None:
+        config = replace(config, moe=replace(config.moe, intermediate_size=inner))
+    save_hf_folder(tmp_path, config)
+
+    def load(mesh: Mesh | None) -> tuple[Any, Mesh | None]:
+        return nv.load_model(tmp_path, "cpu", "float32", quantization="int4", mesh=mesh).params.layers[1], mesh
+
+    def down(layer: Any) -> Any:
+        return layer.down if layer.experts is None else layer.experts.down
+
+    whole = down(load(None)[0]).dequantised(torch.float32)
+    for layer, mesh in run_ranks(load, ranks):
+        own = cut(part_of("down", tuple(whole.shape), config, mesh), whole)
+        assert torch.equal(down(layer).dequantised(torch.float32), torch.as_tensor(own))
+
+
+def test_groups_that_ranks_would_cut_too_small_are_refused(tmp_path: Path) -> None:
+    save_hf_folder(tmp_path, tiny_config(hidden_size=128, intermediate_size=272, num_heads=4, num_kv_heads=2, head_dim=64))
+    told = r"mlp\.down_proj cannot be shared by 2 ranks: cuts at column 136 divide groups of 128 columns into groups of 8"
+    with pytest.raises(nv.CheckpointError, match=told):
         run_ranks(lambda mesh: nv.load_model(tmp_path, "cpu", quantization="int4", mesh=mesh), 2)
 
 

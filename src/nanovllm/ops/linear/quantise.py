@@ -26,8 +26,8 @@ def quantise(weight: Tensor, kind: Kind, group: int | None = None, *, largest: T
         weight: The matrix, `[N, K]` or `[E, N, K]`, in a floating-point dtype.
         kind: `"fp8"`, `"int8"` or `"int4"`.
         group: Columns that a scale serves. None: the whole row for 8 bits, 128 for 4 bits.
-        largest: For 8 bits with a scale for the whole row, the largest magnitude of each row, `[N]` or `[E, N]`, if the matrix is a part of
-            the columns of a larger one. None: that of `weight`.
+        largest: The magnitude that each scale is taken from, `[..., N, groups]`, if the matrix is a part of the columns of a larger one and
+            shares scales with other parts. None: the largest in `weight`.
 
     Returns:
         The quantised matrix, on the device of `weight` and laid out for it. Infinite or NaN weights give scales that are not finite.
@@ -46,7 +46,7 @@ def quantise(weight: Tensor, kind: Kind, group: int | None = None, *, largest: T
     height = max(1, PIECE // max(1, columns))
     for first in range(0, len(flat), height):
         at = slice(first, first + height)
-        most = None if largest is None else largest.reshape(-1)[at].float()
+        most = None if largest is None else largest.reshape(-1, groups)[at].float()
         codes[at], scales[at] = _rounded(flat[at].float(), kind, wide, groups, scales.dtype, most)
     shape = weight.shape[:-1]
     kept = packed(codes) if kind == "int4" else codes
@@ -56,7 +56,7 @@ def quantise(weight: Tensor, kind: Kind, group: int | None = None, *, largest: T
 
 def _rounded(flat: Tensor, kind: Kind, group: int, groups: int, kept: torch.dtype, most: Tensor | None = None) -> tuple[Tensor, Tensor]:
     parts = torch.nn.functional.pad(flat, (0, groups * group - flat.shape[1])).unflatten(1, (groups, group))
-    largest = parts.abs().amax(2, keepdim=True) if most is None else most.view(-1, 1, 1)
+    largest = parts.abs().amax(2, keepdim=True) if most is None else most.unsqueeze(2)
     limit = {"fp8": LARGEST_FP8, "int8": 127.0, "int4": 7.0}[kind]
     divisor = largest.new_tensor(limit)  # on a GPU torch multiplies by the inverse of a number, which rounds differently
     scales = torch.where(largest == 0, 1.0, largest / divisor).to(kept)  # that of a NaN is NaN

@@ -1,14 +1,17 @@
 """Parts of quantised matrices, in memory of their own: ranges of rows, and a range of columns."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from nanovllm.errors import InvalidRequestError
-from nanovllm.ops.linear.code_layouts import BLOCK
-from nanovllm.ops.linear.quantised import QuantisedMatrix, by_row, cpu_layout, laid_out
+from nanovllm.ops.linear.code_layouts import BLOCK, packed, unpacked
+from nanovllm.ops.linear.quantised import QuantisedMatrix, by_group, by_row, cpu_layout, laid_out
 from nanovllm.types import Tensor
+
+FINEST = 16  # columns of a group after a cut, at least: with 8 the scales of 4-bit codes would take half as much memory as the codes
 
 
 def row_ranges(matrix: QuantisedMatrix, ranges: Sequence[tuple[int, int]]) -> QuantisedMatrix:
@@ -36,14 +39,15 @@ def row_ranges(matrix: QuantisedMatrix, ranges: Sequence[tuple[int, int]]) -> Qu
 def column_range(matrix: QuantisedMatrix, first: int, last: int) -> QuantisedMatrix:
     """The columns from `first` to `last` (exclusive) of a matrix `[..., N, K]`, laid out for its device.
 
+    Scales that serve several columns are repeated for smaller groups if the range begins or ends between them.
+
     Args:
         matrix: The matrix.
         first: The first column.
         last: The column after the last one.
 
     Raises:
-        InvalidRequestError: A group of columns with one scale, or a block of 4-bit codes, would be cut; or the columns have another order
-            than the inputs.
+        InvalidRequestError: The groups would have fewer than 16 columns, or the columns have another order than the inputs.
 
     Examples:
         >>> from nanovllm.ops.linear.quantise import quantise
@@ -52,23 +56,39 @@ def column_range(matrix: QuantisedMatrix, first: int, last: int) -> QuantisedMat
     """
     if matrix.order is not None:
         raise InvalidRequestError("a matrix whose columns have an order of their own (desc_act) cannot be cut by columns")
-    one_scale = matrix.scales.shape[-1] == 1
-    if not one_scale and (first % matrix.group or (last % matrix.group and last != matrix.columns)):
-        raise InvalidRequestError(f"columns {first} to {last} cut a group of {matrix.group} columns with one scale")
-    plain, bits = cpu_layout(matrix), matrix.bits
-    if bits == 4 and (first % BLOCK or (last % BLOCK and last != matrix.columns)):
-        raise InvalidRequestError(f"columns {first} to {last} cut a block of {BLOCK} codes of 4 bits")
-    where = slice(first // 2, -(-last // BLOCK) * (BLOCK // 2)) if bits == 4 else slice(first, last)
-    groups = slice(None) if one_scale else slice(first // matrix.group, -(-last // matrix.group))
-    own = replace(
-        plain,
-        codes=plain.codes[..., where].contiguous(),
-        scales=plain.scales[..., groups].contiguous(),
-        zeros=None if plain.zeros is None else plain.zeros[..., groups].contiguous(),
-        columns=last - first,
-        group=last - first if one_scale else matrix.group,
-    )
+    group = last - first
+    if matrix.scales.shape[-1] > 1:
+        group = finer(matrix.group, *(at for at in (first, last) if at != matrix.columns))
+        matrix = by_group(matrix, group)
+        where = slice(first // group, -(-last // group))
+        zeros = None if matrix.zeros is None else matrix.zeros[..., where].contiguous()
+        matrix = replace(matrix, scales=matrix.scales[..., where].contiguous(), zeros=zeros)
+    plain = cpu_layout(matrix)
+    if plain.bits == 8:
+        codes = plain.codes[..., first:last].contiguous()
+    elif first % BLOCK == 0 and (last % BLOCK == 0 or last == matrix.columns):
+        codes = plain.codes[..., first // 2 : -(-last // BLOCK) * (BLOCK // 2)].contiguous()
+    else:
+        codes = packed(unpacked(plain.codes, matrix.columns)[..., first:last])
+    own = replace(plain, codes=codes, columns=last - first, group=group)
     return laid_out(own)
+
+
+def finer(group: int, *cuts: int) -> int:
+    """The largest size of groups that divides groups of `group` columns, so that none of some cuts lies inside a group.
+
+    Raises:
+        InvalidRequestError: It is less than 16.
+
+    Examples:
+        >>> finer(128, 192, 384), finer(128, 256)
+        (64, 128)
+    """
+    found = math.gcd(group, *cuts)
+    if found < min(group, FINEST):
+        where = " and ".join(f"column {at}" for at in cuts if at)
+        raise InvalidRequestError(f"cuts at {where} divide groups of {group} columns into groups of {found}, fewer than {FINEST}")
+    return found
 
 
 def _stacked(values: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
