@@ -29,7 +29,10 @@ from nanovllm.testing.problems import experts_problem, routed
 
 Matrices = torch.Tensor | QuantisedMatrix
 CUDA, BF16 = torch.device("cuda"), torch.bfloat16
-SIZES = {"qwen3-30b-a3b": (8, 128, 2048, 768), "mixtral-8x7b": (2, 8, 4096, 14336), "ernie-4.5-21b-a3b": (6, 64, 2560, 1536)}
+SIZES = {
+    "qwen3-30b-a3b": (8, 128, 2048, 768), "mixtral-8x7b": (2, 8, 4096, 14336), "ernie-4.5-21b-a3b": (6, 64, 2560, 1536),
+    "qwen3-235b-a22b-x4": (8, 128, 4096, 384), "qwen3-235b-a22b-x8": (8, 128, 4096, 192),  # what one of several ranks has
+}  # fmt: skip
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096)
 CALLS = 8  # calls per graph
 

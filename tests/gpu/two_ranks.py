@@ -16,18 +16,21 @@ import torch
 import torch.distributed as dist
 
 import nanovllm as nv
-from nanovllm.config import Mesh
+from nanovllm.config import Mesh, ModelConfig
 from nanovllm.engine.requests import submit_many
 from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES, random_model
 from nanovllm.executor.executor import executor_of
 from nanovllm.executor.graph_executor import GraphExecutor
 from nanovllm.executor.prompt_halves import least_tokens
 from nanovllm.loading.quantisation.rounding import require_rounding, rounded_params
+from nanovllm.models.common.params import Params
+from nanovllm.models.common.sharding import by_field, sharded_params
 from nanovllm.ops.distributed.collectives import all_gather, all_gather_columns, all_reduce, all_reduce_add, all_reduce_add_norm
 from nanovllm.ops.distributed.group import summed
 from nanovllm.ops.distributed.process_group import ALIGNED, ProcessGroup, make_mesh
 from nanovllm.ops.distributed.shared_memory import ADDED
 from nanovllm.ops.elementwise.norm_rope import rms_norm
+from nanovllm.ops.linear.quantise import Kind, quantise
 from nanovllm.ops.sampling.draw import draw, highest
 from nanovllm.ops.sampling.draw_parts import Parts, draw_parts
 
@@ -187,25 +190,54 @@ def check_winners(mesh: Mesh, device: torch.device) -> None:
 
 
 def check_model(mesh: Mesh, device: torch.device, kind: str | None, compile: bool | None, shape: str = "qwen3-0.6b") -> dict[str, Any]:
-    """Log-probabilities and greedy replies of all ranks beside those of one. Of experts, rounding may choose others for a token."""
+    """Log-probabilities and replies of all ranks beside those of one."""
     config = replace(SHAPES[shape], num_layers=4 if SHAPES[shape].moe is None else 2, max_position_embeddings=4096)
-    prompts: list[Any] = [[(11 * row + 7 * at) % 9000 + 300 for at in range(4 + 37 * row)] for row in range(24)]
-    greedy = nv.SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    random = replace(greedy, temperature=0.8, seed=3)
-    filtered = replace(random, top_p=0.9)
-    long: list[Any] = [[(3 * at) % 9000 + 300 for at in range(1500)]]
 
     def run(mesh: Mesh | None) -> tuple[Any, ...]:
         model = random_model("ranks", config, device=device, dtype="bfloat16", mesh=mesh)
         if (rounding := require_rounding(kind, False)) is not None:
             model = replace(model, params=rounded_params(model.params, rounding))
-        llm = nv.LLM(model, num_pages=2048, max_num_seqs=64, check=False, compile=compile)
-        scores = llm.score(long, [[5, 6, 7, 8]]) + llm.score(prompts[:3], [[5, 6]] * 3)
-        groups = [(some, greedy) for some in (prompts[:1], prompts[:6], prompts, long)] + [(prompts[:6], random), (prompts[:6], filtered)]
-        replies = [[reply.token_ids for reply in llm.generate(some, options)] for some, options in groups]
-        return replies, torch.cat([torch.as_tensor(score.logprobs) for score in scores])
+        return answers(model, compile)
 
-    alone, every = run(None), run(mesh)
+    return compared(run(None), run(mesh), config, device)
+
+
+def check_groups(mesh: Mesh, device: torch.device, kind: Kind) -> dict[str, Any]:
+    """The same of experts of which a rank has 192 columns, one and a half groups with one scale: eight ranks of Qwen3-235B-A22B-FP8."""
+    shape = SHAPES["qwen3-30b-a3b"]
+    assert shape.moe is not None
+    moe = replace(shape.moe, intermediate_size=192 * mesh.size)
+    config = replace(shape, num_layers=2, max_position_embeddings=4096, moe=moe)
+
+    def rounded(field: str, value: Any) -> Any:
+        return quantise(value, kind, 128) if field in ("qkv", "o", "gate_up", "down") else value
+
+    whole = random_model("groups", config, device=device, dtype="bfloat16")
+    params: Params[Any] = by_field(rounded, whole.params)
+    part = random_model("groups", config, device=device, dtype="bfloat16", mesh=mesh)
+    models = (replace(whole, params=params), replace(part, params=sharded_params(params, config, mesh)))
+    own = models[1].params.layers[0].experts
+    assert own is not None and own.down.shape[2] == 192
+    alone, every = (answers(model, None) for model in models)
+    return compared(alone, every, config, device)
+
+
+def answers(model: nv.Model, compile: bool | None) -> tuple[list[Any], torch.Tensor]:
+    """Replies to groups of prompts, greedy and drawn, and log-probabilities of given tokens."""
+    prompts: list[Any] = [[(11 * row + 7 * at) % 9000 + 300 for at in range(4 + 37 * row)] for row in range(24)]
+    greedy = nv.SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    random = replace(greedy, temperature=0.8, seed=3)
+    filtered = replace(random, top_p=0.9)
+    long: list[Any] = [[(3 * at) % 9000 + 300 for at in range(1500)]]
+    llm = nv.LLM(model, num_pages=2048, max_num_seqs=64, check=False, compile=compile)
+    scores = llm.score(long, [[5, 6, 7, 8]]) + llm.score(prompts[:3], [[5, 6]] * 3)
+    groups = [(some, greedy) for some in (prompts[:1], prompts[:6], prompts, long)] + [(prompts[:6], random), (prompts[:6], filtered)]
+    replies = [[reply.token_ids for reply in llm.generate(some, options)] for some, options in groups]
+    return replies, torch.cat([torch.as_tensor(score.logprobs) for score in scores])
+
+
+def compared(alone: tuple[Any, ...], every: tuple[Any, ...], config: ModelConfig, device: torch.device) -> dict[str, Any]:
+    """What `answers` gave with one rank beside what it gave with all. Of experts, rounding may choose others for a token."""
     ours, other = (torch.tensor([token for group in every[0] for reply in group for token in reply], device=device) for _ in range(2))
     dist.broadcast(other, 0)
     assert torch.equal(ours, other), "the ranks' replies differ"
@@ -266,13 +298,18 @@ def check_halves(mesh: Mesh, device: torch.device, kind: str | None, kv_dtype: s
 
 
 def main() -> None:
-    """Run all checks, or with `--halves` that alone."""
+    """Run all checks, or with `--halves` and `--groups` these alone."""
     mesh = make_mesh()
     assert isinstance(mesh.owner, ProcessGroup)
     device = mesh.owner.device
-    if "--halves" not in sys.argv[1:]:
+    alone = {"--halves", "--groups"}.intersection(sys.argv[1:])
+    if not alone:
         check_all_others(mesh, device)
-    for kind, kv_dtype, shape in HALVES:
+    for kind in ("fp8", "int4") if not alone or "--groups" in alone else ():
+        told = check_groups(mesh, device, kind)
+        if not mesh.rank:
+            print("groups", kind, told, flush=True)
+    for kind, kv_dtype, shape in HALVES if not alone or "--halves" in alone else ():
         told = check_halves(mesh, device, kind, kv_dtype, shape)
         if not mesh.rank:
             print("halves", kind, kv_dtype, shape, told, flush=True)
@@ -285,7 +322,7 @@ def main() -> None:
 
 
 def check_all_others(mesh: Mesh, device: torch.device) -> None:
-    """Run all checks but those of `check_halves`."""
+    """Run all checks but those that can run alone."""
     assert isinstance(mesh.owner, ProcessGroup)
     check_sums(mesh, device)
     check_bounds(mesh, device, mesh.owner.pushed)
