@@ -1,4 +1,4 @@
-"""Derive the decode rates of models that need several GPUs from what was measured on one and two.
+"""Derive the decode rates of models that need several GPUs from steps of one GPU and from sums over two and four.
 
     python benchmarks/past_one_gpu.py --output benchmarks/results/past-one-gpu.json
     python benchmarks/write_docs.py
@@ -59,54 +59,38 @@ class Source:
     """The recorded rows that say how near to the roofline steps come."""
 
     file: str
-    model: str | None  # in a file of several models
     layers: int
 
 
 SOURCES: Mapping[tuple[str, str], Source] = MappingProxyType(
     {
-        ("dense", "bf16"): Source(file="h200-8b.json", model=None, layers=36),
-        ("dense", "fp8"): Source(file="h100-8b-fp8.json", model=None, layers=36),
-        ("experts", "fp8"): Source(file="h200-families.json", model="qwen3-30b-a3b", layers=48),  # in bf16: none is recorded in FP8
+        ("dense", "bf16"): Source(file="h200-8b.json", layers=36),
+        ("dense", "fp8"): Source(file="h200-8b-fp8.json", layers=36),
+        ("experts", "fp8"): Source(file="h200-30b-a3b-fp8.json", layers=48),
     }
 )
 CARDS: Mapping[str, str] = MappingProxyType({"H100": "h100-8b-fp8.json", "H200": "h200-8b.json"})  # where their rates were measured
 MEMORY_GB: Mapping[str, int] = MappingProxyType({"H100": 80, "H200": 141})
 
-# Microseconds of an all-reduce of bf16 numbers by bytes. Measured: two GPUs of one host joined by NV18, in a CUDA graph, torch 2.11, its
-# symmetric memory without multicast. Published: parallel.md's sources; None where the source has no such size.
-MEASURED: Mapping[str, Mapping[str, Mapping[int, float]]] = MappingProxyType(
+# Recorded runs of `benchmarks/gpus.py` with the sums over two and four GPUs, and by batch the form that a layer takes: few rows add the
+# residual, many take the norm, too. For eight GPUs, microseconds of a sum of bf16 numbers by bytes that others published.
+SUMS: Mapping[tuple[str, int], str] = MappingProxyType({
+    ("H100", 2): "h100x2-8b.json", ("H200", 2): "h200x2-8b.json", ("H100", 4): "h100x4-8b.json", ("H200", 4): "h200x4-8b.json",
+})  # fmt: skip
+FORMS: Mapping[str, str] = MappingProxyType({"b1": "add_push", "b64": "add_norm_push"})
+WAYS: Mapping[str, str] = MappingProxyType({"sum_push": "alone", "add_push": "with the residual", "add_norm_push": "with the norm"})
+SHOWN = (2 * KIB, 8 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, 512 * KIB, MIB)
+PUBLISHED: Mapping[str, Mapping[int, float]] = MappingProxyType(
     {
-        "H100": {
-            "NCCL": {
-                2 * KIB: 15.2, 8 * KIB: 15.7, 64 * KIB: 16.3, 256 * KIB: 17.5, 512 * KIB: 18.9, 2 * MIB: 36.7, 8 * MIB: 55.3
-            },
-            "one-shot": {
-                2 * KIB: 8.2, 8 * KIB: 8.5, 64 * KIB: 8.5, 256 * KIB: 10.3, 512 * KIB: 11.8, 2 * MIB: 20.4, 8 * MIB: 54.0
-            },
-            "two-shot": {2 * KIB: 7.1, 8 * KIB: 7.2, 64 * KIB: 7.9, 256 * KIB: 8.1, 512 * KIB: 9.5, 2 * MIB: 14.0, 8 * MIB: 33.0},
-        },
-        "H200": {
-            "NCCL": {2 * KIB: 15.6, 64 * KIB: 17.2, 512 * KIB: 20.9, 2 * MIB: 38.9},
-            "one-shot": {2 * KIB: 6.3, 64 * KIB: 7.0, 512 * KIB: 9.7, 2 * MIB: 18.7},
-            "two-shot": {2 * KIB: 6.2, 64 * KIB: 7.1, 512 * KIB: 7.7, 2 * MIB: 12.8},
-        },
+        "one-shot, sglang#2904": {8 * KIB: 5.7, 64 * KIB: 7.8, 512 * KIB: 16.7},
+        "NCCL, Triton-distributed#57": {16 * KIB: 20.7, 64 * KIB: 23.0, 256 * KIB: 24.8},
     }
-)  # fmt: skip
-PUBLISHED: Mapping[int, Mapping[str, Mapping[int, float]]] = MappingProxyType(
-    {
-        4: {
-            "one-shot, sglang#2904": {8 * KIB: 3.7, 64 * KIB: 4.8, 512 * KIB: 13.9},
-            "one-stage, vllm#24111": {512 * KIB: 10.0, MIB: 15.0},
-            "two-stage, vllm#24111": {512 * KIB: 17.0, MIB: 18.0},
-            "NCCL, vllm#24111": {512 * KIB: 17.0, MIB: 19.0},
-        },
-        8: {
-            "one-shot, sglang#2904": {8 * KIB: 5.7, 64 * KIB: 7.8, 512 * KIB: 16.7},
-            "NCCL, Triton-distributed#57": {16 * KIB: 20.7, 64 * KIB: 23.0, 256 * KIB: 24.8},
-        },
-    }
-)  # fmt: skip
+)
+# Recorded runs of the same models on several GPUs.
+MEASURED: Mapping[tuple[str, str, str, int], str] = MappingProxyType({
+    ("Llama-3.3-70B", "bf16", "H200", 2): "h200x2-70b.json", ("Llama-3.3-70B", "bf16", "H200", 4): "h200x4-70b.json",
+    ("Llama-3.3-70B", "bf16", "H100", 4): "h100x4-70b.json", ("Qwen3-235B-A22B", "fp8", "H100", 4): "h100x4-235b-fp8.json",
+})  # fmt: skip
 
 
 def matrix_bytes(shape: Shape, dtype: str, rows: float) -> tuple[float, float, float]:
@@ -154,17 +138,32 @@ def flops(shape: Shape, rows: int) -> float:
     return rows * (cut + head + router)
 
 
-def all_reduce(size: int, card: str, gpus: int) -> dict[str, Any]:
-    """The fastest all-reduce of a size: microseconds, by which way, and whether measured, published, or beyond the published sizes."""
-    ways = MEASURED[card] if gpus == 2 else PUBLISHED[gpus]
+def all_reduce(size: int, card: str, gpus: int, form: str, results: Path = RESULTS) -> dict[str, Any]:
+    """The microseconds of a sum over the GPUs: by which way, and whether it is measured, published, or larger than the known sizes.
+
+    Args:
+        size: The bytes of the tensor that is summed.
+        card: The name of the GPUs.
+        gpus: Their number.
+        form: What is done in the same launch: one of `WAYS`. Of published ways the fastest is taken.
+        results: The folder of the recorded runs.
+    """
+    if (card, gpus) in SUMS:
+        points = sums(card, gpus, form, results)
+        return {"us": _between(points, size), "way": WAYS[form], "from": "extrapolated" if size > max(points) else "measured"}
     found = []
-    for way, points in ways.items():
-        if size > max(points) and gpus != 2 and any(size <= max(other) for other in ways.values()):
+    for way, points in PUBLISHED.items():
+        if size > max(points) and any(size <= max(other) for other in PUBLISHED.values()):
             continue  # another source has this size
-        if size >= min(points) or gpus == 2:
+        if size >= min(points):
             found.append((_between(points, size), way, size > max(points)))
     us, way, beyond = min(found)
-    return {"us": us, "way": way, "from": "measured" if gpus == 2 else "extrapolated" if beyond else "published"}
+    return {"us": us, "way": way, "from": "extrapolated" if beyond else "published"}
+
+
+def sums(card: str, gpus: int, form: str, results: Path = RESULTS) -> dict[int, float]:
+    """The recorded microseconds of a form of the sum over two or four GPUs, by bytes."""
+    return {int(size): us for size, us in _read(results / SUMS[card, gpus])["all_reduce_us"][form].items()}
 
 
 def _between(points: Mapping[int, float], size: int) -> float:
@@ -182,8 +181,7 @@ def sources(results: Path = RESULTS) -> dict[tuple[str, str, str], tuple[float, 
     for (kind, dtype), source in SOURCES.items():
         file = _read(results / source.file)
         for batch in BATCHES:
-            key = f"{batch}_decode_tok_s"
-            row = file["models"][source.model][key] if source.model else next(one for one in file["workloads"] if one["key"] == key)
+            row = next(one for one in file["workloads"] if one["key"] == f"{batch}_decode_tok_s")
             share = row["roofline_percent"] / 100
             found[kind, dtype, batch] = share, 1e3 * row["step_ms"] * (1 - share) / source.layers
     return found
@@ -213,12 +211,16 @@ def derived(results: Path = RESULTS) -> dict[str, Any]:
                 fits.append({"model": name, "dtype": dtype, "card": card, "gpus": gpus, "weights_gb": weights, "kv_tokens": int(left)})
                 for batch in BATCHES:
                     source = known["experts" if shape.experts else "dense", dtype, batch]
-                    row = step(shape, dtype, card, gpus, batch, source, rates[card])
+                    row = step(shape, dtype, card, gpus, batch, source, rates[card], results)
                     rows.append({"model": name, "dtype": dtype, "card": card, "gpus": gpus, "batch": batch, **row})
                     rows[-1]["fits"] = left >= _tokens(batch)
     told = {f"{kind} {dtype} {batch}": [round(share, 3), round(us, 1)] for (kind, dtype, batch), (share, us) in known.items()}
-    ways = [{"gpus": f"2 {card}", "way": way, "us": dict(us)} for card, each in MEASURED.items() for way, us in each.items()]
-    ways += [{"gpus": f"{gpus} H100", "way": way, "us": dict(us)} for gpus, each in PUBLISHED.items() for way, us in each.items()]
+    ways = [
+        {"gpus": f"{gpus} {card}", "way": way, "us": {size: us for size, us in sums(card, gpus, form, results).items() if size in SHOWN}}
+        for card, gpus in SUMS
+        for form, way in WAYS.items()
+    ]
+    ways += [{"gpus": "8 H100", "way": way, "us": dict(us)} for way, us in PUBLISHED.items()]
     return {
         "command": "python benchmarks/past_one_gpu.py",
         "usable_gb": {card: round(usable_bytes(card, results) / 1e9, 1) for card in CARDS},
@@ -227,18 +229,37 @@ def derived(results: Path = RESULTS) -> dict[str, Any]:
         "all_reduces": ways,
         "fits": fits,
         "rows": rows,
+        "measured": [one for row in rows for one in _measured(row, results)],
     }
 
 
+def _measured(row: Mapping[str, Any], results: Path) -> list[dict[str, Any]]:
+    """The rate that was measured of a derived one, if it was."""
+    if (file := MEASURED.get((row["model"], row["dtype"], row["card"], row["gpus"]))) is None:
+        return []
+    recorded, (low, high) = _read(results / file), sorted((row["share_tok_s"], row["layer_tok_s"]))
+    told = {name: row[name] for name in ("model", "dtype", "card", "gpus", "batch")}
+    rate = recorded[f"{row['batch']}_decode_tok_s"]
+    return [told | {"file": file, "commit": recorded["commit"], "tok_s": rate, "derived_tok_s": [low, high]}]
+
+
 def step(
-    shape: Shape, dtype: str, card: str, gpus: int, batch: str, source: tuple[float, float], rates: Mapping[str, float]
+    shape: Shape,
+    dtype: str,
+    card: str,
+    gpus: int,
+    batch: str,
+    source: tuple[float, float],
+    rates: Mapping[str, float],
+    results: Path = RESULTS,
 ) -> dict[str, Any]:
     """The milliseconds of a step and its parts, and tokens per second, by both estimates."""
     (rows, length, reply), (share, layer_us) = BATCHES[batch], source
     read = gpu_bytes(shape, dtype, gpus, rows, length + reply / 2)
     limit = max(read / (rates["read_gb_s"] * 1e9), flops(shape, rows) / gpus / (rates["matmul_tflop_s"] * 1e12))
-    reduced = all_reduce(rows * shape.hidden * 2, card, gpus)
-    head = all_reduce(rows * 8, card, 2)["us"] if gpus == 2 else min(min(points.values()) for points in PUBLISHED[gpus].values())
+    reduced = all_reduce(rows * shape.hidden * 2, card, gpus, FORMS[batch], results)
+    least = sums(card, gpus, "sum_push", results) if (card, gpus) in SUMS else min(PUBLISHED.values(), key=lambda each: min(each.values()))
+    head = min(least.values())
     exchanged = (2 * shape.layers * reduced["us"] + head) / 1e6
     by_share, by_layer = limit / share + exchanged, limit + shape.layers * layer_us / 1e6 + exchanged
     return {

@@ -15,8 +15,9 @@ Tables and pictures are in blocks between markers. A document may have any numbe
 - `<!-- kv-faults: NAME.json -->` ... `<!-- /kv-faults -->`: kills, damaged files and full disks, from a file of `benchmarks/kv_faults.py`.
 - `<!-- host: NAME.json -->` ... `<!-- /host -->`: a row for each kind of client in a file of `benchmarks/host.py`.
 - `<!-- formats: NAME.json -->` ... `<!-- /formats -->`: what quantised weights and KV cost, from a file of `benchmarks/formats.py`.
-- `<!-- past: NAME.json -->`, `<!-- past-parts: NAME.json -->`, `<!-- all-reduces: NAME.json -->` and `<!-- fits: NAME.json -->`, each with
-  its end: rates on several GPUs, what they are made of, latencies, and the memory, from a file of `benchmarks/past_one_gpu.py`.
+- `<!-- past: NAME.json -->`, `<!-- past-parts: NAME.json -->`, `<!-- past-measured: NAME.json -->`, `<!-- all-reduces: NAME.json -->` and
+  `<!-- fits: NAME.json -->`, each with its end: rates on several GPUs, what they are made of, those that were measured, latencies, and the
+  memory, from a file of `benchmarks/past_one_gpu.py`.
 - `<!-- break-even: NAME.json -->` ... `<!-- /break-even -->`: when loading KV beats running, from a file of `benchmarks/break_even.py`.
 - `<!-- fleet: NAME.json -->`, `<!-- failures: NAME.json -->`, `<!-- keys: NAME.json -->` and `<!-- fit: NAME.json -->`, each with its end:
   routing policies by workload and load, around failures, keys of prefix hashes, and the modelled device, from a file of
@@ -46,8 +47,9 @@ PAGES = (
     EXPLANATION / "past-these-machines.md",
 )
 DOCUMENTS = (ROOT / "docs/explanation/performance.md", ROOT / "docs/reference/figures.md", ROOT / "README.md", *PAGES)
-KINDS = "bench|brief|formats|families|embed|http|kv-faults|faults|host|past-parts|past|all-reduces|fits|break-even|fleet|failures|keys|fit"
-BLOCK = re.compile(rf"(<!-- ({KINDS}): ([\w.-]+)\.json -->\n).*?(<!-- /\2 -->)", re.S)
+KINDS = "bench|brief|formats|families|embed|http|kv-faults|faults|host|break-even|fleet|failures|keys|fit"
+SEVERAL = "past-parts|past-measured|past|all-reduces|fits"  # GPUs
+BLOCK = re.compile(rf"(<!-- ({KINDS}|{SEVERAL}): ([\w.-]+)\.json -->\n).*?(<!-- /\2 -->)", re.S)
 NONE = "No figures yet.\n"
 BRIEF = {
     "b1_decode_tok_s": "decode, 1 sequence (128 tokens in, 512 out)",
@@ -267,11 +269,14 @@ def past(result: dict[str, Any]) -> str:
     columns = [(card, batch) for card in result["rates"] for batch in ("b1", "b64")]
     cells: dict[tuple[str, ...], dict[tuple[str, str], str]] = {}
     for one in result["rows"]:
-        low, high = sorted((one["share_tok_s"], one["layer_tok_s"]))
-        rate = f"{low:,.0f} to {high:,.0f}" if round(low) != round(high) else f"{low:,.0f}"
+        rate = _between(*sorted((one["share_tok_s"], one["layer_tok_s"])))
         cells.setdefault((one["model"], one["dtype"], str(one["gpus"])), {})[one["card"], one["batch"]] = rate if one["fits"] else "-"
     head = ("model", "weights", "GPUs", *(f"{card}, {batch}" for card, batch in columns))
     return "\n".join(table(head, [(*key, *(row[column] for column in columns)) for key, row in cells.items()])) + "\n"
+
+
+def _between(low: float, high: float) -> str:
+    return f"{low:,.0f} to {high:,.0f}" if round(low) != round(high) else f"{low:,.0f}"
 
 
 def past_parts(result: dict[str, Any]) -> str:
@@ -284,6 +289,18 @@ def past_parts(result: dict[str, Any]) -> str:
         lines.append((*where, *times, f"{one['share_ms']:.1f}", f"{one['layer_ms']:.1f}"))
     names = ("GB per GPU", "roofline, ms", "all-reduce, us", "all of them, ms", "step by share, ms", "step by layer, ms")
     return "\n".join(table(("model", "weights", "GPUs", "", *names), lines)) + "\n"
+
+
+def past_measured(result: dict[str, Any]) -> str:
+    """Return a table of measured tokens per second next to the derived ones."""
+    lines = []
+    for one in result["measured"]:
+        low, high = one["derived_tok_s"]
+        file = f"[{one['commit']}](../../benchmarks/results/{one['file']})"
+        off = one["tok_s"] / low - 1 if one["tok_s"] < low else one["tok_s"] / high - 1 if one["tok_s"] > high else 0
+        rates = (_between(low, high), f"{one['tok_s']:,.0f}", f"{100 * off:+.0f}%" if off else "between")
+        lines.append((one["model"], one["dtype"], f"{one['gpus']} {one['card']}", one["batch"], *rates, file))
+    return "\n".join(table(("model", "weights", "GPUs", "", "derived", "measured", "off by", "commit"), lines)) + "\n"
 
 
 def all_reduces(result: dict[str, Any]) -> str:
@@ -420,8 +437,8 @@ def fit(result: dict[str, Any]) -> str:
 
 SIMPLE = {
     "embed": embed, "formats": formats, "families": families, "http": http, "faults": faults, "kv-faults": kv_faults, "host": host,
-    "past": past, "past-parts": past_parts, "all-reduces": all_reduces, "fits": fits, "break-even": break_even,
-    "fleet": fleet, "failures": failures, "keys": keys, "fit": fit,
+    "past": past, "past-parts": past_parts, "past-measured": past_measured, "all-reduces": all_reduces, "fits": fits,
+    "break-even": break_even, "fleet": fleet, "failures": failures, "keys": keys, "fit": fit,
 }  # fmt: skip
 
 

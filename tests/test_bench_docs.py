@@ -1,6 +1,7 @@
 """The documents: their figures are those of the files in benchmarks/results."""
 
 import json
+import re
 from pathlib import Path
 
 from benchmarks import write_docs as bench_docs
@@ -25,6 +26,38 @@ def test_the_documents_say_what_was_measured() -> None:
         for name, picture in found.items():
             assert (document.parent / name).read_text(encoding="utf-8") == picture, "run benchmarks/write_docs.py"
     assert {"performance-h200-bench.svg", "performance-cpu-tiny-bench.svg"} <= set(shown)
+
+
+def test_the_rates_of_several_gpus_are_those_of_their_files() -> None:
+    text = (ROOT / "docs/how-to/use-several-gpus.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.+?) \| \[(\d)\]\(../../benchmarks/results/([\w.-]+)\) \| (.+) \|$", text, re.M)
+    assert len(rows) >= 14
+    keys = ("b1_decode_tok_s", "b8_decode_tok_s", "b64_decode_tok_s", "offline_tok_s", "prompt_16k_ms")
+    for model, gpus, name, cells in rows:
+        recorded = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+        assert recorded["model"].startswith(model.split()[0].lower()) and recorded.get("gpus", 1) == int(gpus)
+        assert ("FP8" in model) == (recorded.get("quantization") is not None)
+        *shown, start = (cell.strip() for cell in cells.split("|"))
+        for key, cell in zip(keys, shown, strict=True):
+            rate, _, share = cell.partition(" ")
+            if rate and key in recorded:  # one GPU's first token is of another file
+                assert rate == f"{recorded[key]:,.0f}", (name, key)
+            if share and key in (shares := recorded.get("roofline_percent", {})):
+                assert share == f"({shares[key]:.0f}%)", (name, key)
+        assert not start or int(start) == round(sum(recorded["start_s"].values())), name
+
+
+def test_the_sums_of_several_gpus_are_those_of_their_files() -> None:
+    text = (ROOT / "docs/how-to/use-several-gpus.md").read_text(encoding="utf-8")
+    files = ("h200x2-8b.json", "h200x4-8b.json", "h100x4-8b.json")
+    known = [json.loads((RESULTS / name).read_text(encoding="utf-8"))["all_reduce_us"] for name in files]
+    rows = re.findall(r"^\| (\d+) (KiB|MiB) \| (\d+) \| (.+) \|$", text, re.M)
+    assert len(rows) >= 5
+    for size, unit, count, cells in rows:
+        key = str(int(size) << (10 if unit == "KiB" else 20))
+        assert int(key) == 8192 * int(count)
+        want = [each[form].get(key) for each in known for form in ("add_norm_push", "add_norm_meet")]
+        assert [cell.strip() for cell in cells.split("|")] == ["" if us is None else f"{us:.1f}" for us in want], key
 
 
 def test_blocks_are_filled_again_and_again(tmp_path: Path) -> None:

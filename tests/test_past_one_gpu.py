@@ -12,7 +12,7 @@ RESULTS = Path(__file__).parents[1] / "benchmarks/results"
 EIGHT = Shape(layers=36, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=12288, vocab=151936)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("h200-8b.json", "bf16"), ("h100-8b-fp8.json", "fp8")])
+@pytest.mark.parametrize(("name", "dtype"), [("h200-8b.json", "bf16"), ("h200-8b-fp8.json", "fp8")])
 def test_the_bytes_are_those_that_recorded_runs_count(name: str, dtype: str) -> None:
     rows = {row["key"]: row for row in json.loads((RESULTS / name).read_text())["workloads"]}
     for batch, (count, length, reply) in past.BATCHES.items():
@@ -38,13 +38,14 @@ def test_one_rate_by_hand() -> None:
     layer = 8192 * (8192 + 2 * 1024) + 8192 * 8192 + 3 * 8192 * 28672
     read = (80 * layer * 2 + 8192 * 128256 * 2) / 2 + (128 + 256) * 80 * 2 * 4 * 128 * 2
     limit = read / 4397.4e9
-    reduced = 6.2e-6 + (7.1e-6 - 6.2e-6) * (16 - 2) / (64 - 2)
-    seconds = limit / 0.863 + 160 * reduced + 6.2e-6
+    recorded = json.loads((RESULTS / "h200x2-8b.json").read_text())["all_reduce_us"]
+    reduced, least = recorded["add_push"][str(16 * KIB)] / 1e6, min(recorded["sum_push"].values()) / 1e6
+    seconds = limit / 0.863 + 160 * reduced + least
     row = next(row for row in past.derived()["rows"] if (row["dtype"], row["card"], row["gpus"], row["batch"]) == ("bf16", "H200", 2, "b1"))
     assert row["share_tok_s"] == pytest.approx(1 / seconds, abs=0.06)
-    layered = limit + 80 * (4.002e-3 * (1 - 0.863) / 36) + 160 * reduced + 6.2e-6
+    layered = limit + 80 * (4.002e-3 * (1 - 0.863) / 36) + 160 * reduced + least
     assert row["layer_tok_s"] == pytest.approx(1 / layered, abs=0.06)
-    assert row["gpu_gb"] == round(read / 1e9, 2) and row["all_reduce_by"] == "two-shot" and row["all_reduce_from"] == "measured"
+    assert row["gpu_gb"] == round(read / 1e9, 2) and row["all_reduce_by"] == "with the residual" and row["all_reduce_from"] == "measured"
 
 
 def test_a_gpu_has_at_least_one_kv_head() -> None:
@@ -52,16 +53,31 @@ def test_a_gpu_has_at_least_one_kv_head() -> None:
     assert [past.kv_bytes(shape, gpus) / (94 * 2 * 128 * 2) for gpus in (1, 2, 4, 8)] == [4, 2, 1, 1]
 
 
-def test_all_reduces_are_measured_for_two_and_published_for_more() -> None:
-    assert past.all_reduce(64 * KIB, "H100", 2) == {"us": 7.9, "way": "two-shot", "from": "measured"}
-    assert past.all_reduce(1, "H200", 2)["us"] == 6.2
-    assert past.all_reduce(8 * MIB, "H100", 2)["us"] == 33.0
-    between = past.all_reduce(384 * KIB, "H100", 2)
-    assert between["us"] == pytest.approx((8.1 + 9.5) / 2) and between["way"] == "two-shot"
-    assert past.all_reduce(MIB, "H100", 4) == {"us": 15.0, "way": "one-stage, vllm#24111", "from": "published"}
-    assert past.all_reduce(8 * KIB, "H200", 8) == {"us": 5.7, "way": "one-shot, sglang#2904", "from": "published"}
-    beyond = past.all_reduce(MIB, "H100", 8)
+def test_sums_are_measured_for_two_and_four_gpus_and_published_for_eight() -> None:
+    assert past._between({256 * KIB: 3.0, 512 * KIB: 4.0}, 384 * KIB) == pytest.approx(3.5)
+    for (card, gpus), file in past.SUMS.items():
+        known = json.loads((RESULTS / file).read_text())
+        assert known["gpus"] == gpus and card in known["gpu"]
+        for form in past.FORMS.values():
+            found = past.all_reduce(64 * KIB, card, gpus, form)
+            assert found == {"us": known["all_reduce_us"][form][str(64 * KIB)], "way": past.WAYS[form], "from": "measured"}
+        assert past.all_reduce(1, card, gpus, "add_push")["us"] == known["all_reduce_us"]["add_push"][str(2 * KIB)]
+    assert past.all_reduce(MIB, "H100", 4, "add_norm_push")["from"] == "extrapolated"
+    assert past.all_reduce(8 * KIB, "H200", 8, "add_push") == {"us": 5.7, "way": "one-shot, sglang#2904", "from": "published"}
+    beyond = past.all_reduce(MIB, "H100", 8, "add_norm_push")
     assert beyond["from"] == "extrapolated" and beyond["us"] == pytest.approx(16.7 + (16.7 - 7.8) * 512 / 448)
+
+
+def test_measured_rates_are_near_the_derived_ones() -> None:
+    rows = past.derived()["measured"]
+    assert len(rows) == 2 * len(past.MEASURED)
+    for row in rows:
+        recorded, (low, high) = json.loads((RESULTS / row["file"]).read_text()), row["derived_tok_s"]
+        assert recorded["gpus"] == row["gpus"] and row["card"] in recorded["gpu"]
+        assert recorded["model"].lower().startswith(row["model"].lower())
+        assert ("fp8" in (recorded["quantization"] or "")) == (row["dtype"] == "fp8")
+        assert row["tok_s"] == recorded[f"{row['batch']}_decode_tok_s"]
+        assert 0.88 * low < row["tok_s"] < 1.12 * high
 
 
 def test_what_does_not_fit_is_said() -> None:
