@@ -26,6 +26,7 @@ from nanovllm.loading.safetensors_headers import read_headers
 from nanovllm.loading.weights import fingerprint
 from nanovllm.models import init_params
 from nanovllm.models.common.params import ParamInfo, matrices
+from nanovllm.models.common.sharding import sharded_params
 from nanovllm.models.init_params import drawn_by, random_fingerprint, random_params
 from nanovllm.models.registry import REGISTRY
 from nanovllm.ops.linear.quantise import quantise
@@ -242,7 +243,7 @@ def test_random_values_do_not_depend_on_how_many_are_drawn_at_once(monkeypatch: 
 @pytest.mark.parametrize("mesh", [None, Mesh(size=2, rank=1, group=0)])
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
 def test_random_matrices_are_rounded_one_after_another(architecture: str, mesh: Mesh | None) -> None:
-    """The weights are those of rounding at the end, and no matrix outlives its rounding."""
+    """The weights are those of rounding all of them and cutting them then, and no matrix outlives its rounding."""
     config, drawn, alive = tiny_config(architecture), list[weakref.ref[torch.Tensor]](), list[int]()
 
     def rounded(matrix: torch.Tensor) -> QuantisedMatrix:
@@ -252,7 +253,8 @@ def test_random_matrices_are_rounded_one_after_another(architecture: str, mesh: 
 
     where: dict[str, Any] = {"seed": 3, "device": torch.device("cpu"), "dtype": torch.float32, "mesh": mesh}
     got = random_params(config, **where, rounded=rounded)
-    want = rounded_params(random_params(config, **where), Rounding(kind="int8"))
+    want = rounded_params(random_params(config, **where | {"mesh": None}), Rounding(kind="int8"))
+    want = want if mesh is None else sharded_params(want, config, mesh)
     assert pytree.tree_structure(got) == pytree.tree_structure(want)
     for a, b in zip(pytree.tree_leaves(got), pytree.tree_leaves(want), strict=True):
         assert a is b is None or torch.equal(a, b)

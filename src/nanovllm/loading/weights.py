@@ -8,7 +8,7 @@ import hashlib
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from io import RawIOBase
 from pathlib import Path
@@ -26,7 +26,7 @@ from nanovllm.loading.quantisation.arranging import arranged
 from nanovllm.loading.quantisation.config import Quantisation
 from nanovllm.loading.quantisation.formats import STORED, PartError
 from nanovllm.loading.quantisation.rounding import Rounding, quantisable
-from nanovllm.loading.quantisation.stored import UNQUANTISED, StoredMatrices, lost_config, module_of, stored_matrices
+from nanovllm.loading.quantisation.stored import UNQUANTISED, StoredMatrices, columns_of_scale, lost_config, module_of, stored_matrices
 from nanovllm.loading.safetensors_headers import TensorHeader, read_headers
 from nanovllm.loading.shards import Shards
 from nanovllm.models.common.params import ParamInfo, Params, Part, Ranges, as_kept, as_stored
@@ -148,7 +148,7 @@ def load_params(
         The weights, the checkpoint's fingerprint, and how the weights are quantised, in words.
 
     Raises:
-        CheckpointError: A file is unreadable, or the tensors do not fit the config.
+        CheckpointError: A file is unreadable, the tensors do not fit the config, or the ranks cannot share a quantised matrix.
     """
     spec = REGISTRY[config.architecture]
     table, headers = spec.param_table(config), wanted(read_headers(folder), spec)
@@ -156,7 +156,9 @@ def load_params(
     remedy = "" if quantisation is None else f"; {quantisation.remedy}"
     for fault in header_faults(headers, table, config, stored):
         raise CheckpointError(f"{folder}: {fault}{remedy}")
-    table = table if mesh is None else sharded_table(table, config, mesh)
+    if mesh is not None:
+        table = sharded_table(table, config, mesh)
+        require_shares(table, stored, rounding, mesh)
     rounded = set[int]() if rounding is None else {id(info) for info in quantisable(table, head=rounding.head)}
     with ExitStack() as stack:
         files = {file: stack.enter_context(file.open("rb", buffering=0)) for file in {h.file for h in headers.values()}}
@@ -257,18 +259,13 @@ def _require_finite(
 
 
 def _quantised(info: ParamInfo, kept: Tensor, kind: Kind, mesh: Mesh | None) -> QuantisedMatrix:
-    """A rank's part of a matrix, with the codes and scales of the whole matrix. If its columns are cut, all ranks call this together.
-
-    Raises:
-        CheckpointError: The ranks would cut a group of columns with one scale into too small ones.
-    """
-    if mesh is None or info.part.axis != -1:
+    """A rank's part of a matrix, with the codes and scales of the whole matrix. If its columns are cut, all ranks call this together."""
+    if mesh is None or mesh.size == 1 or info.part.axis != -1:
         return quantise(kept, kind)
-    if kind != "int4":
-        return quantise(kept, kind, largest=all_gather(kept.abs().amax(-1, keepdim=True), mesh).amax(0))
     wide = kept.shape[-1]
-    with _named(info.sources[0], mesh):
-        group = finer(GROUP, *(rank * wide for rank in range(1, mesh.size)))
+    if kind != "int4" or wide * mesh.size <= GROUP:  # one scale serves a row of the whole matrix
+        return quantise(kept, kind, wide, largest=all_gather(kept.abs().amax(-1, keepdim=True), mesh).amax(0))
+    group = finer(GROUP, mesh.rank * wide, (mesh.rank + 1) * wide)
     if group == GROUP:
         return quantise(kept, kind)
     magnitudes = all_gather(kept.abs().unflatten(-1, (-1, group)).amax(-1), mesh).movedim(0, -2).flatten(-2)  # of the whole matrix
@@ -279,13 +276,34 @@ def _quantised(info: ParamInfo, kept: Tensor, kind: Kind, mesh: Mesh | None) -> 
     return quantise(kept, kind, group, largest=shared[..., mesh.rank * own : (mesh.rank + 1) * own])
 
 
-@contextmanager
-def _named(name: str, mesh: Mesh) -> Iterator[None]:
-    """Name the tensor that ranks cannot share."""
-    try:
-        yield
-    except InvalidRequestError as error:
-        raise CheckpointError(f"{module_of(name)} cannot be shared by {mesh.size} ranks: {error}; choose another number") from None
+def require_shares(table: Params[ParamInfo], stored: StoredMatrices, rounding: Rounding | None, mesh: Mesh) -> None:
+    """Require that the ranks can share the columns of quantised matrices. All ranks refuse the same.
+
+    Args:
+        table: The table of a rank.
+        stored: The matrices that the checkpoint has quantised.
+        rounding: How matrices are quantised while they are loaded; None: not.
+        mesh: The ranks.
+
+    Raises:
+        CheckpointError: Groups of columns with one scale would become too small.
+    """
+    rounded = set[int]() if rounding is None or rounding.kind != "int4" else {id(info) for info in quantisable(table, head=rounding.head)}
+    for info in infos(table):
+        if mesh.size == 1 or info.part.axis != -1 or len(info.shape) < 2:
+            continue
+        ((first, last),) = info.part.ranges
+        groups = {name: (columns_of_scale(stored.formats[name]), stored.shapes[name][1]) for name in info.sources if name in stored.formats}
+        if id(info) in rounded:
+            groups = {info.sources[0]: (GROUP, (last - first) * mesh.size)}
+        for name, (group, columns) in groups.items():
+            try:
+                if 0 < group < columns:
+                    finer(group, first, last)
+            except InvalidRequestError as error:
+                way, other = ("quantization='int4': ", " or quantization='int8'") if id(info) in rounded else ("", "")
+                told = f"{module_of(name)} cannot be shared by {mesh.size} ranks: {way}{error}; choose another number of ranks{other}"
+                raise CheckpointError(told) from None
 
 
 def _size(header: TensorHeader, rows: Ranges, columns: Ranges) -> int:
@@ -303,8 +321,10 @@ def _own_part(
     if ranges is None or mesh is None:
         return matrix
     (rows, columns), (_height, width) = ranges, matrix.shape
-    with _named(name, mesh):
+    try:
         return cut(Part(axis=-2, ranges=rows) if columns == ((0, width),) else Part(axis=-1, ranges=columns), matrix)
+    except InvalidRequestError as error:
+        raise CheckpointError(f"{module_of(name)} cannot be shared by {mesh.size} ranks: {error}; choose another number of ranks") from None
 
 
 def _pieces(header: TensorHeader, rows: Ranges, columns: Ranges) -> Iterator[tuple[int, int]]:

@@ -13,6 +13,7 @@ from nanovllm.models.common.layers import inverse_frequencies
 from nanovllm.models.common.params import ParamInfo, Params, as_kept, matrices
 from nanovllm.models.common.sharding import cut, sharded_table
 from nanovllm.models.registry import REGISTRY
+from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.types import Tensor
 
 DRAWN = 16 << 20  # random values that are generated at once; a multiple of 16, the block size of the CPU's generator
@@ -43,7 +44,7 @@ def random_params(
     std: float = 0.02,
     drawn_on: torch.device = HOST,
     mesh: Mesh | None = None,
-    rounded: Callable[[Tensor], Any] | None = None,
+    rounded: Callable[[Tensor], QuantisedMatrix] | None = None,
 ) -> Params[Tensor]:
     """Random weights from the architecture's table: normal with deviation `std`; norm weights are `1 + std * normal`.
 
@@ -58,8 +59,8 @@ def random_params(
         std: The standard deviation.
         drawn_on: The device whose generator is used. A GPU is faster, but its values depend on the kind of GPU (see `drawn_by`).
         mesh: The ranks among which the weights are cut: each gets its part of the same values. None: one rank has all.
-        rounded: What is kept in place of a matrix of a layer, from the matrix, or a rank's part of it. It is called as soon as the matrix
-            is drawn, so that the memory holds one whole matrix at a time. None: matrices are kept as they are.
+        rounded: Quantises a matrix of a layer. It is called as soon as the matrix is drawn, before it is cut, so that the memory holds one
+            matrix at a time that is not quantised. None: matrices are kept as they are.
     """
     generator = torch.Generator(drawn_on).manual_seed(seed)
 
@@ -76,8 +77,8 @@ def random_params(
     rounds = {id(info) for layer in table.layers for info in matrices(layer)}
 
     def make(info: ParamInfo) -> Any:
-        drawn: Any = cut(next(parts), draw(info))
-        return drawn if rounded is None or id(info) not in rounds else rounded(drawn)
+        drawn = draw(info)
+        return cut(next(parts), drawn if rounded is None or id(info) not in rounds else rounded(drawn))
 
     return build_params(table, make, device)
 

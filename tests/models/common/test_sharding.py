@@ -141,7 +141,7 @@ def test_blocks_of_rows_with_one_scale() -> None:
 @pytest.mark.parametrize(
     ("first", "last", "changes", "told"),
     [
-        (8, 136, {}, "cuts at column 8 and column 136 divide groups of 128 columns into groups of 8, fewer than 16"),
+        (8, 136, {}, "columns 8 to 136 cut groups of 128 columns into groups of 8, fewer than 16"),
         (0, 128, {"order": torch.arange(256, dtype=torch.int32)}, "desc_act"),
     ],
 )
@@ -210,7 +210,7 @@ def test_weights_of_one_rank_that_have_no_codes_are_refused_on_all(tmp_path: Pat
     assert run_ranks(run, 2, seconds=60.0) == [f"another rank's part of the checkpoint has {what}", f"{file}: {name} has {what}"]
 
 
-@pytest.mark.parametrize(("ranks", "inner"), [(2, 384), (4, 448), (2, 608)])
+@pytest.mark.parametrize(("ranks", "inner"), [(2, 384), (4, 448), (2, 608), (4, 96), (1, 200)])
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
 def test_ranks_that_share_a_scale_of_4_bits(tmp_path: Path, architecture: str, ranks: int, inner: int) -> None:
     """Parts that begin between groups get the codes and scales of the whole matrix."""
@@ -234,7 +234,10 @@ def test_ranks_that_share_a_scale_of_4_bits(tmp_path: Path, architecture: str, r
 
 def test_groups_that_ranks_would_cut_too_small_are_refused(tmp_path: Path) -> None:
     save_hf_folder(tmp_path, tiny_config(hidden_size=128, intermediate_size=272, num_heads=4, num_kv_heads=2, head_dim=64))
-    told = r"mlp\.down_proj cannot be shared by 2 ranks: cuts at column 136 divide groups of 128 columns into groups of 8"
+    told = (
+        r"mlp\.down_proj cannot be shared by 2 ranks: quantization='int4': columns \d+ to \d+ cut groups of 128 columns into groups of 8, "
+        r"fewer than 16; choose another number of ranks or quantization='int8'"
+    )
     with pytest.raises(nv.CheckpointError, match=told):
         run_ranks(lambda mesh: nv.load_model(tmp_path, "cpu", quantization="int4", mesh=mesh), 2)
 

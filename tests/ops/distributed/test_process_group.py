@@ -122,24 +122,34 @@ def test_programs_of_four_and_eight_processes(tmp_path: Path, size: int) -> None
 
 
 def test_a_prompt_in_two_halves() -> None:
-    """The sums are begun by two processes. The logits are those of the prompt that runs whole, with the same bits on both ranks."""
+    """The sums are begun by two processes. The logits are those of the prompt that runs whole, with the same bits on both ranks.
+
+    Those are the logits of the model's own `forward`, also with experts, whose sum and the next norm are one operation.
+    """
     program = """
         import hashlib
         import torch
         import nanovllm as nv
         from nanovllm.models.fast import fused, halves
         from nanovllm.testing.driver import layout, step_batch
+        from nanovllm.testing.models import random_model, tiny_config
 
         fused.follows_closely = lambda *_: False
         mesh, cpu = nv.make_mesh("cpu"), torch.device("cpu")
-        model = nv.load_model("tiny", "cpu", "float64", mesh=mesh)
-        ids = [7 * at % 4000 for at in range(90)]
-        one, other = (layout(model, [90, 20], 16) for _ in range(2))
-        whole, _ = fused.forward(model.params, one.kv, step_batch(one, [(0, ids, 0), (1, ids[:20], 0)], cpu), model.config)
-        parts = [step_batch(other, pieces, cpu) for pieces in ([(0, ids[:50], 0)], [(0, ids[50:], 50), (1, ids[:20], 0)])]
-        logits, _ = halves.forward(model.params, other.kv, parts, model.config)
-        torch.testing.assert_close(logits, whole, rtol=0, atol=1e-10)
-        print(hashlib.sha256(logits.numpy().tobytes()).hexdigest(), flush=True)
+        experts = random_model(tiny_config("Qwen3MoeForCausalLM"), dtype="float64", mesh=mesh)
+        digests = []
+        for model in (nv.load_model("tiny", "cpu", "float64", mesh=mesh), experts):
+            ids = [7 * at % 260 for at in range(90)]
+            plain, one, other = (layout(model, [90, 20], 16) for _ in range(3))
+            pieces = [(0, ids, 0), (1, ids[:20], 0)]
+            expected, _ = model.spec.forward(model.params, plain.kv, step_batch(plain, pieces, cpu), model.config)
+            whole, _ = fused.forward(model.params, one.kv, step_batch(one, pieces, cpu), model.config)
+            torch.testing.assert_close(whole, expected, rtol=0, atol=1e-8)
+            parts = [step_batch(other, some, cpu) for some in ([(0, ids[:50], 0)], [(0, ids[50:], 50), (1, ids[:20], 0)])]
+            logits, _ = halves.forward(model.params, other.kv, parts, model.config)
+            torch.testing.assert_close(logits, whole, rtol=0, atol=1e-10)
+            digests.append(hashlib.sha256(logits.numpy().tobytes()).hexdigest())
+        print(digests, flush=True)
         torch.distributed.destroy_process_group()
     """
     ranks = run_ranks(program, 2)

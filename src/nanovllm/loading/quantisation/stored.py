@@ -114,8 +114,13 @@ def lost_config(headers: Mapping[str, TensorHeader]) -> str | None:
     return None
 
 
+def columns_of_scale(stored: MatrixFormat) -> int:
+    """Columns that a scale serves, 0 for all of a row."""
+    return stored.columns if isinstance(stored, ScaledCodes) else _group(stored) or 0
+
+
 def _group(stored: MatrixFormat) -> int | None:
-    """Columns that a scale serves, 0 for all of a row. None: the scales of the format do not depend on a `group_size`."""
+    """The `group_size`, 0 for a whole row. None: the scales of the format do not depend on it."""
     if isinstance(stored, ScaledCodes):
         return stored.columns if stored.rows == 1 else None
     return stored.group if isinstance(stored, PackedWords | Gptq | Awq) else None

@@ -25,7 +25,6 @@ from nanovllm.ops.distributed.collectives import (
     all_reduce_add,
     all_reduce_add_norm,
     begin_all_reduce,
-    begin_all_reduce_add,
     begin_all_reduce_add_norm,
 )
 from nanovllm.ops.elementwise.decode_rows import capped_logits
@@ -228,7 +227,7 @@ def decode_layer(
     a = _attend(w, norm_linear(x, w.qkv, gain=w.input_norm, bias=w.qkv_bias, eps=eps, cut=cuts.qkv), pages, index, cos, sin, batch, config)
     x = _added(a, w.o, w.o_bias, w.o_norm, x, eps, cuts.o, config.mesh, 0)
     if w.gate_up is None or w.down is None:
-        return _experts_added(w, x, None, config)
+        return _experts_added(w, x, config)
     y = 0.0 if w.experts is None else _routed(w, norm_add(x, w.post_norm, None, eps), config)
     h = norm_linear(x, w.gate_up, gain=w.post_norm, eps=eps, gated=True, act=config.hidden_act, cut=cuts.gate_up)
     x = _added(h, w.down, w.down_bias, w.down_norm, x, eps, cuts.down, config.mesh, 1)
@@ -304,11 +303,10 @@ def wide_layer_steps(
         yield
     x, h = normed()
     if w.gate_up is None or w.down is None:
-        added = _begin_experts_added(w, x, h, config, ahead)
+        normed = _begin_experts_normed(w, x, h, gain, config, ahead)
         if ahead:
             yield
-        x = added()
-        return x, norm_add(x, gain, None, eps)
+        return normed()
     if w.experts is not None:
         routed = _begin_routed(w, h, config, ahead)
         if ahead:
@@ -429,23 +427,31 @@ def _begin_routed(w: Layer[Tensor], h: Float[Tensor, "T M"], config: ModelConfig
     return _begin_sum(layers.mixture(h, w.experts, config.moe, config.hidden_act), config.mesh, ahead)
 
 
-def _experts_added(w: Layer[Tensor], x: Tensor, h: Tensor | None, config: ModelConfig) -> Float[Tensor, "T M"]:
-    """`x` plus the output of a layer's experts on its norm `h`; None: the router's kernel computes it."""
-    return _begin_experts_added(w, x, h, config, ahead=False)()
-
-
-def _begin_experts_added(w: Layer[Tensor], x: Tensor, h: Tensor | None, config: ModelConfig, ahead: bool) -> Wait[Float[Tensor, "T M"]]:
+def _experts_added(w: Layer[Tensor], x: Tensor, config: ModelConfig) -> Float[Tensor, "T M"]:
+    """`x` plus the output of a layer's experts. The router's kernel norms `x`."""
     e, moe, mesh = w.experts, config.moe, config.mesh
     assert e is not None and moe is not None
     how = moe.top_k, moe.normalise, moe.least_sum
-    if h is None:
-        h, chosen, weights = norm_route(x, w.post_norm, e.router, e.bias, config.rms_norm_eps, *how)
-    else:
-        chosen, weights = route(norm_linear(h.to(e.router.dtype), e.router), e.bias, *how)
+    h, chosen, weights = norm_route(x, w.post_norm, e.router, e.bias, config.rms_norm_eps, *how)
+    y = any_experts(h, e.gate_up, e.down, chosen, weights, config.hidden_act, x if mesh is None else None)
+    return y if mesh is None else all_reduce_add(y, x, mesh, 1)
+
+
+def _begin_experts_normed(
+    w: Layer[Tensor], x: Tensor, h: Tensor, gain: Tensor, config: ModelConfig, ahead: bool
+) -> Wait[tuple[Float[Tensor, "T M"], Float[Tensor, "T M"]]]:
+    """`x` plus the output of a layer's experts on its norm `h`, and the norm of that with weight `gain`."""
+    e, moe, mesh, eps = w.experts, config.moe, config.mesh, config.rms_norm_eps
+    assert e is not None and moe is not None
+    logits = norm_linear(h.to(e.router.dtype), e.router)
+    chosen, weights = route(logits, e.bias, moe.top_k, moe.normalise, moe.least_sum)
     y = any_experts(h, e.gate_up, e.down, chosen, weights, config.hidden_act, x if mesh is None else None)
     if mesh is None:
-        return _known(y)
-    return begin_all_reduce_add(y, x, mesh) if ahead else _known(all_reduce_add(y, x, mesh, 1))
+        return _known((y, norm_add(y, gain, None, eps)))
+    parts = y.unsqueeze(0)
+    if ahead:
+        return begin_all_reduce_add_norm(parts, None, x, gain, eps, mesh)
+    return _known(all_reduce_add_norm(parts, None, x, gain, eps, mesh, 1))
 
 
 def _attend(

@@ -59,12 +59,6 @@ def begin_all_reduce(x: Float[Tensor, "..."], mesh: Mesh) -> Callable[[], Float[
     return lookup(mesh.group, Group).begin_all_reduce(x)
 
 
-def begin_all_reduce_add(y: Float[Tensor, "T M"], x: Float[Tensor, "T M"], mesh: Mesh) -> Callable[[], Float[Tensor, "T M"]]:
-    """Donates `y`. Begin `x` plus the sum of `y` over the ranks of a mesh, as `begin_all_reduce`."""
-    wait = begin_all_reduce(y, mesh)
-    return lambda: x + wait()
-
-
 def begin_all_reduce_add_norm(
     parts: Float[Tensor, "P T M"],
     bias: Float[Tensor, "M"] | None,

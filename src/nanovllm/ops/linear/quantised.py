@@ -338,13 +338,3 @@ def by_row(matrix: QuantisedMatrix) -> QuantisedMatrix:
     )
     assert scales is not None
     return replace(matrix, scales=scales, zeros=zeros, rows=1)
-
-
-def by_group(matrix: QuantisedMatrix, group: int) -> QuantisedMatrix:
-    """The same matrix with scales for `group` columns each. `group` divides that of the matrix."""
-    if matrix.group == group:
-        return matrix
-    of_groups = torch.arange(0, matrix.columns, group, device=matrix.device) // matrix.group
-    scales, zeros = (None if each is None else each[..., of_groups].contiguous() for each in (matrix.scales, matrix.zeros))
-    assert scales is not None
-    return replace(matrix, scales=scales, zeros=zeros, group=group)

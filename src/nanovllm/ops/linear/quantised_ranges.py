@@ -8,10 +8,11 @@ import torch
 
 from nanovllm.errors import InvalidRequestError
 from nanovllm.ops.linear.code_layouts import BLOCK, packed, unpacked
-from nanovllm.ops.linear.quantised import QuantisedMatrix, by_group, by_row, cpu_layout, laid_out
+from nanovllm.ops.linear.quantised import QuantisedMatrix, by_row, cpu_layout, laid_out
 from nanovllm.types import Tensor
 
-FINEST = 16  # columns of a group after a cut, at least: with 8 the scales of 4-bit codes would take half as much memory as the codes
+# Columns of a group after a cut, at least. Scales of 16 columns take a quarter as much memory as 4-bit codes, and zeros as much again.
+FINEST = 16
 
 
 def row_ranges(matrix: QuantisedMatrix, ranges: Sequence[tuple[int, int]]) -> QuantisedMatrix:
@@ -39,7 +40,8 @@ def row_ranges(matrix: QuantisedMatrix, ranges: Sequence[tuple[int, int]]) -> Qu
 def column_range(matrix: QuantisedMatrix, first: int, last: int) -> QuantisedMatrix:
     """The columns from `first` to `last` (exclusive) of a matrix `[..., N, K]`, laid out for its device.
 
-    Scales that serve several columns are repeated for smaller groups if the range begins or ends between them.
+    If the range begins or ends inside a group of columns with one scale, the groups become smaller, and their scales are repeated. Equal
+    parts of a matrix have groups of one size.
 
     Args:
         matrix: The matrix.
@@ -47,7 +49,7 @@ def column_range(matrix: QuantisedMatrix, first: int, last: int) -> QuantisedMat
         last: The column after the last one.
 
     Raises:
-        InvalidRequestError: The groups would have fewer than 16 columns, or the columns have another order than the inputs.
+        InvalidRequestError: The groups would become smaller than 16 columns, or the columns have another order than the inputs.
 
     Examples:
         >>> from nanovllm.ops.linear.quantise import quantise
@@ -56,38 +58,37 @@ def column_range(matrix: QuantisedMatrix, first: int, last: int) -> QuantisedMat
     """
     if matrix.order is not None:
         raise InvalidRequestError("a matrix whose columns have an order of their own (desc_act) cannot be cut by columns")
-    group = last - first
-    if matrix.scales.shape[-1] > 1:
-        group = finer(matrix.group, *(at for at in (first, last) if at != matrix.columns))
-        matrix = by_group(matrix, group)
-        where = slice(first // group, -(-last // group))
-        zeros = None if matrix.zeros is None else matrix.zeros[..., where].contiguous()
-        matrix = replace(matrix, scales=matrix.scales[..., where].contiguous(), zeros=zeros)
-    plain = cpu_layout(matrix)
+    if (first, last) == (0, matrix.columns):
+        return laid_out(matrix)
+    plain, group = cpu_layout(matrix), last - first
+    codes, scales, zeros = plain.codes, plain.scales, plain.zeros
     if plain.bits == 8:
-        codes = plain.codes[..., first:last].contiguous()
-    elif first % BLOCK == 0 and (last % BLOCK == 0 or last == matrix.columns):
-        codes = plain.codes[..., first // 2 : -(-last // BLOCK) * (BLOCK // 2)].contiguous()
+        codes = codes[..., first:last].contiguous()
     else:
-        codes = packed(unpacked(plain.codes, matrix.columns)[..., first:last])
-    own = replace(plain, codes=codes, columns=last - first, group=group)
-    return laid_out(own)
+        start, stop = first // BLOCK, -(-last // BLOCK)
+        codes = codes[..., start * BLOCK // 2 : stop * BLOCK // 2].contiguous()  # whole blocks
+        if first % BLOCK or (last % BLOCK and last != matrix.columns):
+            codes = packed(unpacked(codes, last - start * BLOCK)[..., first - start * BLOCK :])
+    if scales.shape[-1] > 1:
+        group = finer(matrix.group, first, last)
+        of_groups = torch.arange(first, last, group, device=matrix.device) // matrix.group
+        scales, zeros = scales[..., of_groups], None if zeros is None else zeros[..., of_groups]
+    return laid_out(replace(plain, codes=codes, scales=scales, zeros=zeros, columns=last - first, group=group))
 
 
-def finer(group: int, *cuts: int) -> int:
-    """The largest size of groups that divides groups of `group` columns, so that none of some cuts lies inside a group.
+def finer(group: int, first: int, last: int) -> int:
+    """The largest size of groups into which a range of columns cuts groups of `group` columns.
 
     Raises:
-        InvalidRequestError: It is less than 16.
+        InvalidRequestError: It is less than 16, and less than `group`.
 
     Examples:
-        >>> finer(128, 192, 384), finer(128, 256)
+        >>> finer(128, 192, 384), finer(128, 128, 256)
         (64, 128)
     """
-    found = math.gcd(group, *cuts)
+    found = math.gcd(group, first, last)
     if found < min(group, FINEST):
-        where = " and ".join(f"column {at}" for at in cuts if at)
-        raise InvalidRequestError(f"cuts at {where} divide groups of {group} columns into groups of {found}, fewer than {FINEST}")
+        raise InvalidRequestError(f"columns {first} to {last} cut groups of {group} columns into groups of {found}, fewer than {FINEST}")
     return found
 
 

@@ -24,8 +24,11 @@ from nanovllm.models.fast.path import fast_path
 from nanovllm.models.registry import REGISTRY, fitted
 from nanovllm.ops import backends
 from nanovllm.ops.backends import FLASHINFER_HEAD_DIMS
+from nanovllm.ops.linear.quantised import QuantisedMatrix, gpu_layout
 from nanovllm.testing.models import save_hf_folder, tiny_config
 from nanovllm.types import dtype_of
+from tests.loading.quantisation.encoders import ENCODERS, FP8, Encoder, block_fp8
+from tests.loading.quantisation.test_formats import SIZES, folders
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -105,6 +108,21 @@ def refused(folder: Path | str, capsys: pytest.CaptureFixture[str], *more: str) 
     out = capsys.readouterr().out
     assert "It will not run:" in out
     return out.split("It will not run:\n")[1]
+
+
+@pytest.mark.usefixtures("nothing_loads")
+def test_groups_that_ranks_would_cut_too_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of matrices that would be rounded, and of those that the checkpoint has quantised."""
+    sizes = {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+    wide = Encoder(config={**FP8, "weight_block_size": [128, 128]}, encode=block_fp8(128, "weight_scale_inv", torch.float32), kind="fp8")
+    quantised, plain = folders(tmp_path, wide, tiny_config(intermediate_size=272, **sizes))
+    two, told = ("--tensor-parallel-size", "2", "--dry-run"), "columns 0 to 136 cut groups of 128 columns into groups of 8, fewer than 16"
+    first = "model.layers.0.mlp.down_proj cannot be shared by 2 ranks: "
+    assert f"{first}{told}; choose another number of ranks\n" in refused(quantised, capsys, *two)
+    more = f"{first}quantization='int4': {told}; choose another number of ranks or quantization='int8'\n"
+    assert more in refused(plain, capsys, "--quantization", "int4", *two)
+    for folder, how in ((plain, ("--quantization", "int8", *two)), (plain, ("--quantization", "int4", "--dry-run")), (quantised, two[2:])):
+        assert cli.main(["check", str(folder), "--device", "cpu", *how]) == 0
 
 
 @pytest.mark.usefixtures("nothing_loads")
@@ -314,10 +332,6 @@ def test_tokens_are_those_of_an_engine(windows: tuple[int, ...], tmp_path: Path,
 @pytest.mark.parametrize("gpu", [False, True])
 def test_the_fill_of_quantised_matrices_is_counted(name: str | None, gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of codes are filled to whole blocks: for the layout of a GPU always, else those of 4 bits. None: rounded while loading."""
-    from nanovllm.ops.linear.quantised import QuantisedMatrix, gpu_layout
-    from tests.loading.quantisation.encoders import ENCODERS
-    from tests.loading.quantisation.test_formats import SIZES, folders
-
     if gpu:
         for module in ("loading.quantisation.arranging", "ops.linear.quantise"):
             monkeypatch.setattr(f"nanovllm.{module}.laid_out", gpu_layout)

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -17,6 +16,7 @@ from nanovllm.models.init_params import drawn_by, random_fingerprint, random_par
 from nanovllm.models.model import Model
 from nanovllm.models.registry import REGISTRY, fitted
 from nanovllm.ops.linear.quantise import Kind, quantise
+from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.types import Tensor
 
 SHAPES: dict[str, ModelConfig] = {
@@ -149,8 +149,8 @@ def random_weights(
 ) -> Model:
     """A model of one of `SHAPES` with random weights and without a tokenizer.
 
-    It is rounded as `load_model` rounds, one matrix after another: the memory need not hold the weights before they are rounded. Ranks that
-    share a row's columns have scales of their own for it.
+    It is rounded as `load_model` rounds, one matrix after another: the memory need not hold all weights before they are rounded. Ranks get
+    their parts of the rounded matrices.
     """
     rounding = require_rounding(quantization, quantize_head)
     rounded = None if rounding is None else partial(quantise, kind=rounding.kind)
@@ -170,7 +170,7 @@ def random_model(
     dtype: torch.dtype | str | None = None,
     seed: int = 0,
     mesh: Mesh | None = None,
-    rounded: Callable[[Tensor], Any] | None = None,
+    rounded: Callable[[Tensor], QuantisedMatrix] | None = None,
 ) -> Model:
     """A model of any config with random weights and without a tokenizer.
 

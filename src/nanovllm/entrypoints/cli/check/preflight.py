@@ -26,7 +26,7 @@ from nanovllm.loading.quantisation.stored import StoredMatrices, module_of, stor
 from nanovllm.loading.safetensors_headers import TensorHeader, read_headers
 from nanovllm.loading.tokenizer_files import load_tokenizer
 from nanovllm.loading.transformers.spec import TransformersSpec
-from nanovllm.loading.weights import header_faults, stored_head, wanted
+from nanovllm.loading.weights import header_faults, require_shares, stored_head, wanted
 from nanovllm.models.check.report import device_name
 from nanovllm.models.common.params import ParamInfo, Params
 from nanovllm.models.common.sharding import sharded_config, sharded_table
@@ -305,6 +305,11 @@ def _weights(
         stored = stored_matrices(headers, table, quantisation)
         gpu = device.type == "cuda"
         own = table if mesh is None else sharded_table(table, config, mesh)
+        if mesh is not None:
+            try:
+                require_shares(own, stored, rounding, mesh)
+            except CheckpointError as error:
+                problems.append(str(error))
         held = sum(
             _held(info, leaf.nbytes, stored, headers, gpu) * math.prod(part.shape) // max(1, math.prod(info.shape))
             for (info, leaf), part in zip(pairs, pytree.tree_leaves(own), strict=True)
