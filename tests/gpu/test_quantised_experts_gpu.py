@@ -72,7 +72,9 @@ def test_every_form(sizes: tuple[int, int, int, int], form: tuple[Kind, dict[str
 
 @pytest.mark.parametrize("tokens", [1, 3, 64, 300])
 @pytest.mark.parametrize("inner", [384, 192])  # of four ranks, and of eight
-@pytest.mark.parametrize("form", [("fp8", {"group": None}), ("fp8", {"group": 64}), ("int4", {"group": 64, "zeros": True})])
+@pytest.mark.parametrize(
+    "form", [("fp8", {"group": None}), ("fp8", {"group": 64}), ("int4", {"group": 64, "zeros": True}), ("int4", {"group": 16})]
+)
 def test_parts_of_qwen3_235b(form: tuple[Kind, dict[str, Any]], inner: int, tokens: int) -> None:
     kind, more = form
     problem = quantised_experts_problem(kind, tokens, 8, 32, 4096, inner, dtype=BF16, device="cuda", **more)

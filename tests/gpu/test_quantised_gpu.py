@@ -50,6 +50,7 @@ FORMS: list[tuple[Kind, int, int, dict[str, Any]]] = [
     ("int4", 2048, 1024, {"group": 128, "scales": BF16}), ("fp8", 1024, 3072, {"group": 128, "rows": 128, "scales": BF16}),
     ("int8", 2048, 1024, {"group": None, "spread": 100.0}), ("int4", 1002, 1152, {"group": 32, "zeros": True, "scales": torch.float16}),
     ("fp8", 514, 648, {"group": None, "spread": 100.0}), ("int4", 512, 768, {"group": 128, "order": True, "zeros": True}),
+    ("int4", 1024, 3696, {"group": 16, "zeros": True, "scales": BF16}),  # one of eight ranks of Qwen2.5-72B
 ]  # fmt: skip
 
 

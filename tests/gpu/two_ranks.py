@@ -31,6 +31,7 @@ from nanovllm.ops.distributed.process_group import ALIGNED, ProcessGroup, make_m
 from nanovllm.ops.distributed.shared_memory import ADDED
 from nanovllm.ops.elementwise.norm_rope import rms_norm
 from nanovllm.ops.linear.quantise import Kind, quantise
+from nanovllm.ops.moe.quantised_experts import any_experts
 from nanovllm.ops.sampling.draw import draw, highest
 from nanovllm.ops.sampling.draw_parts import Parts, draw_parts
 
@@ -203,21 +204,35 @@ def check_model(mesh: Mesh, device: torch.device, kind: str | None, compile: boo
 
 
 def check_groups(mesh: Mesh, device: torch.device, kind: Kind) -> dict[str, Any]:
-    """The same of experts of which a rank has 192 columns, one and a half groups with one scale: eight ranks of Qwen3-235B-A22B-FP8."""
+    """Compare experts of which each rank has 192 columns with the whole experts, and then the replies, as `check_model` does.
+
+    Eight ranks have so many columns of Qwen3-235B-A22B-FP8. They are one and a half groups with one scale, and groups differ in magnitude.
+    """
     shape = SHAPES["qwen3-30b-a3b"]
     assert shape.moe is not None
     moe = replace(shape.moe, intermediate_size=192 * mesh.size)
     config = replace(shape, num_layers=2, max_position_embeddings=4096, moe=moe)
 
     def rounded(field: str, value: Any) -> Any:
-        return quantise(value, kind, 128) if field in ("qkv", "o", "gate_up", "down") else value
+        if field not in ("qkv", "o", "gate_up", "down"):
+            return value
+        magnitudes = 2.0 ** (torch.arange(value.shape[-1], device=device) // 128 % 4 - 2)
+        return quantise(value * magnitudes.to(value.dtype) if field == "down" else value, kind, 128)
 
     whole = random_model("groups", config, device=device, dtype="bfloat16")
     params: Params[Any] = by_field(rounded, whole.params)
     part = random_model("groups", config, device=device, dtype="bfloat16", mesh=mesh)
     models = (replace(whole, params=params), replace(part, params=sharded_params(params, config, mesh)))
-    own = models[1].params.layers[0].experts
-    assert own is not None and own.down.shape[2] == 192
+    all_, own = (model.params.layers[0].experts for model in models)
+    assert all_ is not None and own is not None and own.down.shape[2] == 192
+    for tokens in (1, 8, 300):
+        same = _same(device, tokens)
+        x = torch.randn(tokens, config.hidden_size, generator=same, device=device).to(torch.bfloat16)
+        weights, chosen = torch.rand(tokens, moe.num_experts, generator=same, device=device).topk(moe.top_k)
+        expected = any_experts(x, all_.gate_up, all_.down, chosen.int(), weights, "silu").float()
+        found = all_reduce(any_experts(x, own.gate_up, own.down, chosen.int(), weights, "silu"), mesh).float()
+        error = float(((found - expected).abs().amax(1) / expected.abs().amax(1)).max())
+        assert error < 0.02, f"experts of {tokens} tokens differ by {error}"
     alone, every = (answers(model, None) for model in models)
     return compared(alone, every, config, device)
 
@@ -237,7 +252,7 @@ def answers(model: nv.Model, compile: bool | None) -> tuple[list[Any], torch.Ten
 
 
 def compared(alone: tuple[Any, ...], every: tuple[Any, ...], config: ModelConfig, device: torch.device) -> dict[str, Any]:
-    """What `answers` gave with one rank beside what it gave with all. Of experts, rounding may choose others for a token."""
+    """Compare what `answers` gave with one rank and with all. Rounding may route a token to other experts."""
     ours, other = (torch.tensor([token for group in every[0] for reply in group for token in reply], device=device) for _ in range(2))
     dist.broadcast(other, 0)
     assert torch.equal(ours, other), "the ranks' replies differ"
@@ -298,7 +313,7 @@ def check_halves(mesh: Mesh, device: torch.device, kind: str | None, kv_dtype: s
 
 
 def main() -> None:
-    """Run all checks, or with `--halves` and `--groups` these alone."""
+    """Run all checks. With `--halves` or `--groups`, run only those."""
     mesh = make_mesh()
     assert isinstance(mesh.owner, ProcessGroup)
     device = mesh.owner.device
