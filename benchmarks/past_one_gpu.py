@@ -139,7 +139,7 @@ def flops(shape: Shape, rows: int) -> float:
 
 
 def all_reduce(size: int, card: str, gpus: int, form: str, results: Path = RESULTS) -> dict[str, Any]:
-    """The microseconds of a sum over the GPUs: by which way, and whether it is measured, published, or larger than the known sizes.
+    """The microseconds of a sum over the GPUs, the way of summing, and whether the time is measured, published or extrapolated.
 
     Args:
         size: The bytes of the tensor that is summed.
@@ -234,7 +234,7 @@ def derived(results: Path = RESULTS) -> dict[str, Any]:
 
 
 def _measured(row: Mapping[str, Any], results: Path) -> list[dict[str, Any]]:
-    """The rate that was measured of a derived one, if it was."""
+    """The measured rate of a row, if there is one."""
     if (file := MEASURED.get((row["model"], row["dtype"], row["card"], row["gpus"]))) is None:
         return []
     recorded, (low, high) = _read(results / file), sorted((row["share_tok_s"], row["layer_tok_s"]))
@@ -282,7 +282,7 @@ def _read(file: Path) -> dict[str, Any]:
 def main() -> None:
     """Write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=RESULTS / "past-one-gpu.json")
+    parser.add_argument("--output", type=Path, default=RESULTS / "past-one-gpu.json", help="the file to write (default: %(default)s)")
     options = parser.parse_args()
     options.output.write_text(json.dumps(derived(), indent=1) + "\n", encoding="utf-8")
 

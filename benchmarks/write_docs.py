@@ -297,10 +297,11 @@ def past_measured(result: dict[str, Any]) -> str:
     for one in result["measured"]:
         low, high = one["derived_tok_s"]
         file = f"[{one['commit']}](../../benchmarks/results/{one['file']})"
-        off = one["tok_s"] / low - 1 if one["tok_s"] < low else one["tok_s"] / high - 1 if one["tok_s"] > high else 0
-        rates = (_between(low, high), f"{one['tok_s']:,.0f}", f"{100 * off:+.0f}%" if off else "between")
+        nearest = min(max(one["tok_s"], low), high)
+        off = round(100 * (one["tok_s"] / nearest - 1))
+        rates = (_between(low, high), f"{one['tok_s']:,.0f}", f"{off:+}%" if off else "none")
         lines.append((one["model"], one["dtype"], f"{one['gpus']} {one['card']}", one["batch"], *rates, file))
-    return "\n".join(table(("model", "weights", "GPUs", "", "derived", "measured", "off by", "commit"), lines)) + "\n"
+    return "\n".join(table(("model", "weights", "GPUs", "", "derived", "measured", "deviation", "commit"), lines)) + "\n"
 
 
 def all_reduces(result: dict[str, Any]) -> str:
