@@ -111,6 +111,24 @@ def refused(folder: Path | str, capsys: pytest.CaptureFixture[str], *more: str) 
 
 
 @pytest.mark.usefixtures("nothing_loads")
+def test_ranks_that_cannot_share_the_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The figures are those of the whole model, and the report says so."""
+    assert cli.main(["check", str(folder), "--device", "cpu", "--dry-run", "--tensor-parallel-size", "3"]) == 1
+    out = capsys.readouterr().out
+    assert "weights, KV and free memory are those of one rank that has the whole model" in out
+    assert "3 ranks cannot share num_heads=4: choose a number of ranks that divides it" in out.split("It will not run:\n")[1]
+
+
+def test_kv_for_requests_of_full_length_is_no_more_than_they_need(folder: Path) -> None:
+    found = look(folder)
+    assert found.config is not None and found.memory is not None
+    short = replace(found, config=replace(found.config, max_position_embeddings=64), memory=replace(found.memory, tokens=256 * 64))
+    assert "room for 16,384 tokens, all that 256 requests of full length need" in " ".join(text(short).split())
+    less = replace(short, memory=replace(found.memory, tokens=256 * 64 - 16))
+    assert "of full length need" not in " ".join(text(less).split())
+
+
+@pytest.mark.usefixtures("nothing_loads")
 def test_groups_that_ranks_would_cut_too_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of matrices that would be rounded, and of those that the checkpoint has quantised."""
     sizes = {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}

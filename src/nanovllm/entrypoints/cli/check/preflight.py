@@ -243,6 +243,7 @@ def _outlook(
             notes.append(f"weights, KV and free memory are those of one of {ranks} ranks")
         except InvalidRequestError as error:
             problems.append(str(error))
+            notes.append("weights, KV and free memory are those of one rank that has the whole model")
     weights = _weights(folder, spec, config, device, chosen, quantisation, rounding, problems, part.mesh)
     how = kernels(part, device, chosen, foreign=foreign, kv_dtype=kv_dtype)
     stored = chosen if kv_dtype is None else FP8

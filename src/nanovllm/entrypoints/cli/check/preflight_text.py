@@ -3,6 +3,7 @@
 import textwrap
 from collections.abc import Iterator
 
+from nanovllm.entrypoints.cli.check.kv_memory import MAX_NUM_SEQS
 from nanovllm.entrypoints.cli.check.preflight import Outlook
 from nanovllm.entrypoints.display.tables import size
 
@@ -60,7 +61,9 @@ def _kv(look: Outlook) -> Iterator[str]:
             sees = f"attend to the last {g.window:,} tokens" if g.window else "attend to all tokens"
             yield f"of which {size(g.token_bytes)} in {g.layers} layers that {sees}"
     if m.room is not None and m.left is not None and m.tokens is not None:
-        yield f"{size(m.room.free)} of {size(m.room.total)} are free, {size(max(0, m.left))} left for KV: room for {m.tokens:,} tokens"
+        enough = look.config is not None and m.tokens >= MAX_NUM_SEQS * look.config.max_position_embeddings
+        room = f"room for {m.tokens:,} tokens" + (f", all that {MAX_NUM_SEQS} requests of full length need" if enough else "")
+        yield f"{size(m.room.free)} of {size(m.room.total)} are free, {size(max(0, m.left))} left for KV: {room}"
         if m.window_tokens is not None:
             yield f"room for {m.window_tokens:,} tokens in sliding-window layers, which keep only the windows of requests and chunks"
 
