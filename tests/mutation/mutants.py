@@ -89,6 +89,11 @@ TEMPLATE_BOUNDS = (
     "tests/tokenizer/test_hostile_templates.py::test_a_long_conversation_is_rendered",
 )
 TOKENIZER_FILES = ("tests/loading/test_tokenizer_files.py",)
+RANKS = (
+    "tests/loading/quantisation/test_ranks.py",
+    "tests/models/common/test_sharding.py",
+    "tests/ops/distributed/test_process_group.py::test_a_prompt_in_two_halves",
+)
 WEIGHTS = (
     "tests/loading/test_weights.py::test_two_tensors_for_one_parameter_are_refused_by_name",
     "tests/loading/test_weights.py::test_a_head_that_differs_at_its_end_alone_counts",
@@ -1281,6 +1286,44 @@ MUTANTS: tuple[Mutant, ...] = (
             "for at in (header.start, (header.start + last) // 2):",
         ),
         ("equal heads are compared by their first bytes", "            left -= size\n", "            left = 0\n"),
+    ),
+    # Quantised matrices on ranks
+    *bugs(
+        "loading/weights.py",
+        RANKS,
+        (
+            "a scale that ranks share is that of their own columns",
+            "quantise(kept, kind, group, largest=shared[",
+            "quantise(kept, kind, group, largest=magnitudes[",
+        ),
+        ("the scale of a row is that of a rank's columns", "mesh).amax(0))", "mesh)[mesh.rank])"),
+        (
+            "groups that would be too small are not refused by the name of the matrix",
+            "        require_shares(table, stored, rounding, mesh)\n",
+            "",
+        ),
+    ),
+    *bugs(
+        "ops/linear/quantised_ranges.py",
+        RANKS,
+        ("parts of a group keep its size", "found = math.gcd(group, first, last)", "found = group"),
+        ("the last rank's groups are larger", "math.gcd(group, first, last)", "math.gcd(group, first)"),
+        ("scales are those of the first groups", "torch.arange(first, last, group", "torch.arange(0, last - first, group"),
+        ("codes of 4 bits begin at a block", "[..., first - start * BLOCK :]", "[..., : last - first]"),
+    ),
+    *bugs(
+        "models/fast/fused.py",
+        RANKS,
+        (
+            "experts of prompts leave the residual out",
+            "_known(all_reduce_add_norm(parts, None, x, gain, eps, mesh, 1))",
+            "_known(all_reduce_add_norm(parts, None, 0 * x, gain, eps, mesh, 1))",
+        ),
+        (
+            "the norm after experts has another weight",
+            "begin_all_reduce_add_norm(parts, None, x, gain, eps, mesh)\n    return _known(all_reduce_add_norm(parts, None, x, gain,",
+            "begin_all_reduce_add_norm(parts, None, x, gain, eps, mesh)\n    return _known(all_reduce_add_norm(parts, None, x, 2 * gain,",
+        ),
     ),
     *bugs(
         "loading/safetensors_headers.py",
