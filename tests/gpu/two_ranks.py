@@ -9,6 +9,7 @@ torchrun --nproc-per-node 8 tests/gpu/two_ranks.py
 
 import gc
 import sys
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +44,7 @@ HALVES = (
     ("int4", None, "qwen3-8b"),
     (None, None, "qwen3-30b-a3b"),
 )
+BEGAN = time.perf_counter()
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -312,6 +314,12 @@ def check_halves(mesh: Mesh, device: torch.device, kind: str | None, kv_dtype: s
     return {"passes": some, "logprob_error": round(error, 4)}
 
 
+def say(mesh: Mesh, *words: object) -> None:
+    """Print words on rank 0, with the seconds since the program began."""
+    if not mesh.rank:
+        print(f"{time.perf_counter() - BEGAN:.0f} s:", *words, flush=True)
+
+
 def main() -> None:
     """Run all checks. With `--halves` or `--groups`, run only those."""
     mesh = make_mesh()
@@ -322,12 +330,10 @@ def main() -> None:
         check_all_others(mesh, device)
     for kind in ("fp8", "int4") if not alone or "--groups" in alone else ():
         told = check_groups(mesh, device, kind)
-        if not mesh.rank:
-            print("groups", kind, told, flush=True)
+        say(mesh, "groups", kind, told)
     for kind, kv_dtype, shape in HALVES if not alone or "--halves" in alone else ():
         told = check_halves(mesh, device, kind, kv_dtype, shape)
-        if not mesh.rank:
-            print("halves", kind, kv_dtype, shape, told, flush=True)
+        say(mesh, "halves", kind, kv_dtype, shape, told)
     torch.cuda.synchronize()
     gc.collect()  # NCCL waits for the end of graphs that use it
     mesh.owner.require_all()
@@ -343,20 +349,16 @@ def check_all_others(mesh: Mesh, device: torch.device) -> None:
     check_bounds(mesh, device, mesh.owner.pushed)
     check_replays(mesh, device, mesh.owner.pushed)
     mesh.owner.require_all()
-    if not mesh.rank:
-        print("sums agree", flush=True)
+    say(mesh, "sums agree")
     check_winners(mesh, device)
-    if not mesh.rank:
-        print("winners agree", flush=True)
+    say(mesh, "winners agree")
     for kind in (None, "fp8", "int4"):
         for compile in (None, False) if kind is None else (None,):
             told = check_model(mesh, device, kind, compile)
-            if not mesh.rank:
-                print(kind, compile, told, flush=True)
+            say(mesh, kind, compile, told)
     for kind in (None, "fp8"):
         told = check_model(mesh, device, kind, None, "qwen3-30b-a3b")
-        if not mesh.rank:
-            print("experts", kind, told, flush=True)
+        say(mesh, "experts", kind, told)
 
 
 if __name__ == "__main__":
