@@ -1292,16 +1292,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "loading/weights.py",
         RANKS,
         (
+            "groups that would be too small are not refused by the name of the matrix",
+            "        require_shares(table, stored, rounding, mesh)\n",
+            "",
+        ),
+    ),
+    *bugs(
+        "loading/quantisation/on_ranks.py",
+        RANKS,
+        (
             "a scale that ranks share is that of their own columns",
             "quantise(kept, kind, group, largest=shared[",
             "quantise(kept, kind, group, largest=magnitudes[",
         ),
         ("the scale of a row is that of a rank's columns", "mesh).amax(0))", "mesh)[mesh.rank])"),
-        (
-            "groups that would be too small are not refused by the name of the matrix",
-            "        require_shares(table, stored, rounding, mesh)\n",
-            "",
-        ),
     ),
     *bugs(
         "ops/linear/quantised_ranges.py",
@@ -1316,13 +1320,13 @@ MUTANTS: tuple[Mutant, ...] = (
         RANKS,
         (
             "experts of prompts leave the residual out",
-            "_known(all_reduce_add_norm(parts, None, x, gain, eps, mesh, 1))",
-            "_known(all_reduce_add_norm(parts, None, 0 * x, gain, eps, mesh, 1))",
+            "_begin_sum_normed(y.unsqueeze(0), None, x, gain,",
+            "_begin_sum_normed(y.unsqueeze(0), None, 0 * x, gain,",
         ),
         (
             "the norm after experts has another weight",
-            "begin_all_reduce_add_norm(parts, None, x, gain, eps, mesh)\n    return _known(all_reduce_add_norm(parts, None, x, gain,",
-            "begin_all_reduce_add_norm(parts, None, x, gain, eps, mesh)\n    return _known(all_reduce_add_norm(parts, None, x, 2 * gain,",
+            "_begin_sum_normed(y.unsqueeze(0), None, x, gain,",
+            "_begin_sum_normed(y.unsqueeze(0), None, x, 2 * gain,",
         ),
     ),
     *bugs(

@@ -16,7 +16,6 @@ from types import MappingProxyType
 from typing import Any, cast
 
 import torch
-from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
@@ -25,8 +24,9 @@ from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.loading.quantisation.arranging import arranged
 from nanovllm.loading.quantisation.config import Quantisation
 from nanovllm.loading.quantisation.formats import STORED, PartError
+from nanovllm.loading.quantisation.on_ranks import quantised_part, require_shares
 from nanovllm.loading.quantisation.rounding import Rounding, quantisable
-from nanovllm.loading.quantisation.stored import UNQUANTISED, StoredMatrices, columns_of_scale, lost_config, module_of, stored_matrices
+from nanovllm.loading.quantisation.stored import UNQUANTISED, StoredMatrices, lost_config, module_of, stored_matrices
 from nanovllm.loading.safetensors_headers import TensorHeader, read_headers
 from nanovllm.loading.shards import Shards
 from nanovllm.models.common.params import ParamInfo, Params, Part, Ranges, as_kept, as_stored
@@ -35,9 +35,8 @@ from nanovllm.models.init_params import build_params, dtype_for, infos, num_stor
 from nanovllm.models.registry import REGISTRY
 from nanovllm.models.spec import ModelSpec
 from nanovllm.ops.distributed.collectives import all_gather
-from nanovllm.ops.linear.quantise import GROUP, Kind, quantise
+from nanovllm.ops.linear.quantise import quantise
 from nanovllm.ops.linear.quantised import QuantisedMatrix
-from nanovllm.ops.linear.quantised_ranges import finer
 from nanovllm.types import FLOATS, Tensor
 
 STAGE = 4 << 20  # bytes read at once; a multiple of every itemsize
@@ -210,7 +209,7 @@ def load_params(
             kept = as_kept(info, flat.zero_() if info.part.zero else flat)
             if rounding is None or id(info) not in rounded:
                 return kept
-            made = _quantised(info, kept, rounding.kind, mesh)
+            made = quantised_part(info, kept, rounding.kind, mesh)
             if not made.scales.isfinite().all():
                 sizes = [math.prod(shape) for shape in info.source_shapes]
                 bad = [not piece.isfinite().all() for piece in flat[: sum(sizes)].split(sizes)]
@@ -256,54 +255,6 @@ def _require_finite(
     if name := next(filter(None, wrong), None):
         raise CheckpointError(f"{headers[name].file}: {name} has {what}")
     raise CheckpointError(f"another rank's part of the checkpoint has {what}")
-
-
-def _quantised(info: ParamInfo, kept: Tensor, kind: Kind, mesh: Mesh | None) -> QuantisedMatrix:
-    """A rank's part of a matrix, with the codes and scales of the whole matrix. If its columns are cut, all ranks call this together."""
-    if mesh is None or mesh.size == 1 or info.part.axis != -1:
-        return quantise(kept, kind)
-    wide = kept.shape[-1]
-    if kind != "int4" or wide * mesh.size <= GROUP:  # one scale serves a row of the whole matrix
-        return quantise(kept, kind, wide, largest=all_gather(kept.abs().amax(-1, keepdim=True), mesh).amax(0))
-    group = finer(GROUP, mesh.rank * wide, (mesh.rank + 1) * wide)
-    if group == GROUP:
-        return quantise(kept, kind)
-    magnitudes = all_gather(kept.abs().unflatten(-1, (-1, group)).amax(-1), mesh).movedim(0, -2).flatten(-2)  # of the whole matrix
-    several = GROUP // group  # magnitudes that share a scale
-    missing = -magnitudes.shape[-1] % several
-    shared = pad(magnitudes, (0, missing)).unflatten(-1, (-1, several)).amax(-1).repeat_interleave(several, -1)
-    own = wide // group
-    return quantise(kept, kind, group, largest=shared[..., mesh.rank * own : (mesh.rank + 1) * own])
-
-
-def require_shares(table: Params[ParamInfo], stored: StoredMatrices, rounding: Rounding | None, mesh: Mesh) -> None:
-    """Require that the ranks can share the columns of quantised matrices. All ranks refuse the same.
-
-    Args:
-        table: The table of a rank.
-        stored: The matrices that the checkpoint has quantised.
-        rounding: How matrices are quantised while they are loaded; None: not.
-        mesh: The ranks.
-
-    Raises:
-        CheckpointError: Groups of columns with one scale would become too small.
-    """
-    rounded = set[int]() if rounding is None or rounding.kind != "int4" else {id(info) for info in quantisable(table, head=rounding.head)}
-    for info in infos(table):
-        if mesh.size == 1 or info.part.axis != -1 or len(info.shape) < 2:
-            continue
-        ((first, last),) = info.part.ranges
-        groups = {name: (columns_of_scale(stored.formats[name]), stored.shapes[name][1]) for name in info.sources if name in stored.formats}
-        if id(info) in rounded:
-            groups = {info.sources[0]: (GROUP, (last - first) * mesh.size)}
-        for name, (group, columns) in groups.items():
-            try:
-                if 0 < group < columns:
-                    finer(group, first, last)
-            except InvalidRequestError as error:
-                way, other = ("quantization='int4': ", " or quantization='int8'") if id(info) in rounded else ("", "")
-                told = f"{module_of(name)} cannot be shared by {mesh.size} ranks: {way}{error}; choose another number of ranks{other}"
-                raise CheckpointError(told) from None
 
 
 def _size(header: TensorHeader, rows: Ranges, columns: Ranges) -> int:

@@ -74,11 +74,11 @@ def random_params(
     table = REGISTRY[config.architecture].param_table(config)
     own = table if mesh is None else sharded_table(table, config, mesh)
     parts = iter([info.part for info in infos(own) if info.rope is None])
-    rounds = {id(info) for layer in table.layers for info in matrices(layer)}
+    rounds = set[int]() if rounded is None else {id(info) for layer in table.layers for info in matrices(layer)}
 
     def make(info: ParamInfo) -> Any:
         drawn = draw(info)
-        return cut(next(parts), drawn if rounded is None or id(info) not in rounds else rounded(drawn))
+        return cut(next(parts), rounded(drawn) if rounded is not None and id(info) in rounds else drawn)
 
     return build_params(table, make, device)
 

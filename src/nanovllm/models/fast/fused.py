@@ -402,6 +402,13 @@ def _begin_added_normed(
         parts, bias = norm_linear(x, weight, bias=bias, cut=cut).unsqueeze(0), None
     else:
         parts, bias = product_in_parts(x, weight, bias, cut)
+    return _begin_sum_normed(parts, bias, residual, gain, eps, mesh, slot, ahead)
+
+
+def _begin_sum_normed(
+    parts: Tensor, bias: Tensor | None, residual: Tensor, gain: Tensor, eps: float, mesh: Mesh, slot: int, ahead: bool
+) -> Wait[tuple[Float[Tensor, "T M"], Float[Tensor, "T M"]]]:
+    """`all_reduce_add_norm`. Without `ahead` the sum has been taken."""
     if ahead:
         return begin_all_reduce_add_norm(parts, bias, residual, gain, eps, mesh)
     return _known(all_reduce_add_norm(parts, bias, residual, gain, eps, mesh, slot))
@@ -448,10 +455,7 @@ def _begin_experts_normed(
     y = any_experts(h, e.gate_up, e.down, chosen, weights, config.hidden_act, x if mesh is None else None)
     if mesh is None:
         return _known((y, norm_add(y, gain, None, eps)))
-    parts = y.unsqueeze(0)
-    if ahead:
-        return begin_all_reduce_add_norm(parts, None, x, gain, eps, mesh)
-    return _known(all_reduce_add_norm(parts, None, x, gain, eps, mesh, 1))
+    return _begin_sum_normed(y.unsqueeze(0), None, x, gain, eps, mesh, 1, ahead)
 
 
 def _attend(

@@ -72,7 +72,7 @@ def column_range(matrix: QuantisedMatrix, first: int, last: int) -> QuantisedMat
     if scales.shape[-1] > 1:
         group = finer(matrix.group, first, last)
         of_groups = torch.arange(first, last, group, device=matrix.device) // matrix.group
-        scales, zeros = scales[..., of_groups], None if zeros is None else zeros[..., of_groups]
+        scales, zeros = scales.index_select(-1, of_groups), None if zeros is None else zeros.index_select(-1, of_groups)
     return laid_out(replace(plain, codes=codes, scales=scales, zeros=zeros, columns=last - first, group=group))
 
 

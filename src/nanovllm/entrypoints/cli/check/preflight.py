@@ -21,12 +21,13 @@ from nanovllm.loading.hub import read_json, require_whole, resolve_folder
 from nanovllm.loading.load_model import read_config, read_generation_config, require_vocabulary, resolve_dtype, with_ends
 from nanovllm.loading.quantisation.activations import require_fp8_products, require_fp8_weights
 from nanovllm.loading.quantisation.config import Quantisation, read_quantisation
+from nanovllm.loading.quantisation.on_ranks import require_shares
 from nanovllm.loading.quantisation.rounding import Rounding, quantisable, quantised_already, require_rounding
 from nanovllm.loading.quantisation.stored import StoredMatrices, module_of, stored_matrices
 from nanovllm.loading.safetensors_headers import TensorHeader, read_headers
 from nanovllm.loading.tokenizer_files import load_tokenizer
 from nanovllm.loading.transformers.spec import TransformersSpec
-from nanovllm.loading.weights import header_faults, require_shares, stored_head, wanted
+from nanovllm.loading.weights import header_faults, stored_head, wanted
 from nanovllm.models.check.report import device_name
 from nanovllm.models.common.params import ParamInfo, Params
 from nanovllm.models.common.sharding import sharded_config, sharded_table
@@ -305,8 +306,9 @@ def _weights(
         pairs = list(zip(pytree.tree_leaves(table), pytree.tree_leaves(empty), strict=True))
         stored = stored_matrices(headers, table, quantisation)
         gpu = device.type == "cuda"
-        own = table if mesh is None else sharded_table(table, config, mesh)
+        own = table
         if mesh is not None:
+            own = sharded_table(table, config, mesh)
             try:
                 require_shares(own, stored, rounding, mesh)
             except CheckpointError as error:
