@@ -84,6 +84,7 @@ LIST = (
     ranks("8b", 2, "qwen3-8b"),
     ranks("32b", 2, "qwen3-32b"),
     ranks("70b", 2, "llama-3.3-70b", by_name=True),  # needs cards of more than 80 GB
+    ranks("235b-fp8", 2, "qwen3-235b-a22b", "--quantization", "fp8", limit=600, by_name=True),  # needs cards of some 140 GB
     faults("rank-faults", 2, ranks=2),
     TESTS,
     tune("tune-0.6b", *SMALL),
