@@ -9,6 +9,7 @@ where they read the others' memory once all have come. The larger sizes of `meet
 `pushed_rows_bytes` are where an engine changes.
 `--sums` measures nothing else. `prompt_16k_ways_ms` has the time to the first token of a prompt of 16,384 tokens that runs whole, and as
 two halves whose layers take turns. `roofline_percent` are the shares of the roofline of one GPU's part, in which the sums are not counted.
+`kv_tokens` is the number of tokens whose KV fits into the pages: if it is small, most requests of `offline` wait for pages.
 `host_us` are the microseconds of a step in which no call of the model runs: scheduling, page tables, the work on tokens.
 """
 
@@ -133,6 +134,7 @@ def main(arguments: list[str] | None = None) -> None:
     held, shares = held_bytes(model.params, model.config, model.dtype), dict[str, float]()
     host = dict[str, float]()
     figures |= {"roofline": report.ceiling_json(ceiling), "roofline_percent": shares, "host_us": host}
+    figures["kv_tokens"] = engine.state.config.num_pages * engine.state.config.page_size
 
     def note(line: str | None = None) -> None:
         """Print a line, and write what there is so far: a run may be ended."""
