@@ -33,6 +33,7 @@ from nanovllm.entrypoints.cli.bench.model_shapes import SHAPES, random_weights
 from nanovllm.entrypoints.cli.bench.roofline import held_bytes, measure_ceiling
 from nanovllm.entrypoints.cli.bench.stopwatch import Engine
 from nanovllm.entrypoints.cli.bench.workloads import measure
+from nanovllm.entrypoints.process import freeze
 from nanovllm.executor.executor import executor_of
 from nanovllm.executor.graph_executor import GraphExecutor
 from nanovllm.ops.distributed.collectives import all_reduce, all_reduce_add, all_reduce_add_norm
@@ -123,6 +124,7 @@ def main(arguments: list[str] | None = None) -> None:
     began = time.perf_counter()
     engine = Engine(model, num_pages=options.num_pages, max_model_len=min(model.config.max_position_embeddings, LONG + 1024), check=False)
     engine.generate([[300] * 32], [2], 0.0)
+    freeze()  # as `nanovllm bench` does
     figures["start_s"] = {"mesh_and_weights": round(loaded - begin, 2), "engine": round(time.perf_counter() - began, 2)}
     if options.prompts:
         figures["prompt_16k_ways_ms"] = prompt_ways(engine)

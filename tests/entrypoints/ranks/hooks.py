@@ -1,5 +1,6 @@
 """What tests change in the ranks of an engine once it is made: functions that `Settings.hook` names."""
 
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -115,6 +116,17 @@ def leader_short(rank: int, model: Model, state: EngineState, group: Any) -> Mad
         if not rank and count == 3:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         together(group)
+
+    _with(state, Passes, before)
+    return model, state
+
+
+def collects_little(rank: int, model: Model, state: EngineState, group: Any) -> Made:
+    """Rank 1 fails if what it has made is not excluded from garbage collections."""
+
+    def before(count: int) -> None:
+        if rank and gc.get_freeze_count() < 10_000:
+            raise RuntimeError("a full collection would go over the whole engine")
 
     _with(state, Passes, before)
     return model, state

@@ -64,6 +64,11 @@ def test_replies_are_those_of_one_process(both: tuple[nv.LLM, nv.LLM]) -> None:
     assert numbers([each.entries for each in a]) == pytest.approx(numbers([each.entries for each in b]), rel=1e-3, abs=1e-4)
 
 
+def test_ranks_exclude_their_engine_from_garbage_collections() -> None:
+    with started("collects_little") as llm:
+        assert len(llm.generate(["Hello"], GREEDY)) == 1
+
+
 def test_chunks_are_those_of_one_process(both: tuple[nv.LLM, nv.LLM], tmp_path: Path) -> None:
     told, files = [], []
     for llm in both:

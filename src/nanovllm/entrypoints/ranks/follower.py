@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from nanovllm.entrypoints.process import freeze
 from nanovllm.entrypoints.ranks.beats import Beats
 from nanovllm.entrypoints.ranks.calls import called
 from nanovllm.entrypoints.ranks.channel import Kind, Outcome, receive, send
@@ -59,6 +60,7 @@ def main(channel: int, memory: int, rank: int, size: int, parent: int) -> None:
         store = store_at(int(body)) if settings.grouped else None
         model, state = build(settings, rank, store, groups.append)
         runtime_of(state).mirror = Repeated()
+        freeze()  # all ranks wait for one that collects garbage
     except EOFError:
         return
     except BaseException as error:
