@@ -124,8 +124,8 @@ def main(arguments: list[str] | None = None) -> None:
     began = time.perf_counter()
     engine = Engine(model, num_pages=options.num_pages, max_model_len=min(model.config.max_position_embeddings, LONG + 1024), check=False)
     engine.generate([[300] * 32], [2], 0.0)
-    freeze()  # as `nanovllm bench` does
     figures["start_s"] = {"mesh_and_weights": round(loaded - begin, 2), "engine": round(time.perf_counter() - began, 2)}
+    freeze()  # as `nanovllm bench` does
     if options.prompts:
         figures["prompt_16k_ways_ms"] = prompt_ways(engine)
         if not mesh.rank:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanovllm.entrypoints.async_llm import AsyncLLM
-from nanovllm.entrypoints.process import freeze
 from nanovllm.entrypoints.ray.batch_rows import columns_of, plain, rows_of, with_changes
 from nanovllm.errors import EngineClosedError, EngineDeadError, InvalidRequestError, NanoVLLMError
 from nanovllm.sampling.params import SamplingParams, from_generation_config
@@ -61,7 +60,6 @@ class BatchGenerator:
             raise InvalidRequestError("prompt_column and messages_column are both given: a row has a prompt or a conversation")
         options.setdefault("max_step_ms", math.inf)  # nobody waits for a single token
         self._llm = AsyncLLM(model, **options)
-        freeze()  # an actor is a process that runs this engine alone
         self._sampling = from_generation_config(self._llm.model.generation_config) if sampling is None else sampling
         self._column = messages_column or prompt_column or "prompt"
         self._chats, self._thinking, self._sampling_column = messages_column is not None, enable_thinking, sampling_column
