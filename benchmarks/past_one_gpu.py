@@ -90,7 +90,7 @@ PUBLISHED: Mapping[str, Mapping[int, float]] = MappingProxyType(
 MEASURED: Mapping[tuple[str, str, str, int], str] = MappingProxyType({
     ("Llama-3.3-70B", "bf16", "H200", 2): "h200x2-70b.json", ("Llama-3.3-70B", "bf16", "H200", 4): "h200x4-70b.json",
     ("Llama-3.3-70B", "bf16", "H100", 4): "h100x4-70b.json", ("Qwen3-235B-A22B", "fp8", "H200", 2): "h200x2-235b-fp8.json",
-    ("Qwen3-235B-A22B", "fp8", "H100", 4): "h100x4-235b-fp8.json",
+    ("Qwen3-235B-A22B", "fp8", "H100", 4): "h100x4-235b-fp8.json", ("Qwen3-235B-A22B", "fp8", "H200", 4): "h200x4-235b-fp8.json",
 })  # fmt: skip
 
 

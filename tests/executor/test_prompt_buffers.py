@@ -8,13 +8,14 @@ import torch
 from torch.utils import _pytree as pytree
 
 import nanovllm as nv
-from nanovllm.config import EngineConfig
+from nanovllm.config import EngineConfig, Mesh
 from nanovllm.executor import prompt_graphs
 from nanovllm.executor.batch import HostBatch, sample_prompts, to_device
 from nanovllm.executor.prompt_buffers import PromptBuffers, PromptKind, prompt_tables
 from nanovllm.executor.prompt_graphs import prompt_kinds
 from nanovllm.loading.quantisation.rounding import Rounding, rounded_params
 from nanovllm.models import registry
+from nanovllm.ops.distributed.in_process import run_ranks
 from nanovllm.ops.linear.quantise import KINDS
 from nanovllm.state.kv_cache import init_kv
 from nanovllm.state.pool_sizes import dummies
@@ -84,16 +85,47 @@ def test_the_sizes_of_graphs_fit_the_model_and_the_engine() -> None:
     assert prompt_kinds(model, replace(LIMITS, max_num_batched_tokens=100)) == []
 
 
+def weights_of(model: nv.Model) -> int:
+    """The weights of all layers."""
+    return sum(weight.numel() for weight in pytree.tree_leaves(model.params.layers) if weight is not None)
+
+
 def test_quantised_weights_are_counted_as_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not as the elements that hold their codes: prompts multiply with them. They need more launches, so that larger steps are captured."""
     model = random_model(tiny_config())
-    weights = sum(weight.numel() for weight in pytree.tree_leaves(model.params.layers) if weight is not None)
-    monkeypatch.setattr(prompt_graphs, "MOST_FLOPS", 2 * 640 * weights)
-    limits = replace(LIMITS, max_num_batched_tokens=4096)
+    monkeypatch.setattr(prompt_graphs, "LAYER_FLOPS", 2 * 700 * weights_of(model) / model.config.num_layers)
+    limits = replace(LIMITS, max_num_batched_tokens=8192)
     assert prompt_kinds(model, limits)[-1].tokens == 640
     for kind in KINDS:
         rounded = replace(model, params=rounded_params(model.params, Rounding(kind=kind)))
-        assert prompt_kinds(rounded, limits)[-1].tokens == 2560
+        assert prompt_kinds(rounded, limits)[-1].tokens == 1536
+
+
+def test_experts_count_as_far_as_a_token_is_routed_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And several times, because their products are slower."""
+    model = random_model(tiny_config("Qwen3MoeForCausalLM"))
+    moe = model.config.moe
+    assert moe is not None and moe.top_k < moe.num_experts
+    stacked = [w.experts for w in model.params.layers if w.experts is not None]
+    experts = sum(each.gate_up.numel() + each.down.numel() for each in stacked)
+    multiplied = weights_of(model) - experts + prompt_graphs.EXPERTS * experts * moe.top_k // moe.num_experts
+    monkeypatch.setattr(prompt_graphs, "LAYER_FLOPS", 2 * 700 * multiplied / model.config.num_layers)
+    assert prompt_kinds(model, replace(LIMITS, max_num_batched_tokens=8192))[-1].tokens == 640
+
+
+def test_ranks_capture_more_of_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their launches take longer, and their share of the weights is what they multiply."""
+    whole = random_model(tiny_config())
+    limits = replace(LIMITS, max_num_batched_tokens=8192)
+    monkeypatch.setattr(prompt_graphs, "LAYER_FLOPS", 2 * 4000 * weights_of(whole) / whole.config.num_layers)
+    assert prompt_kinds(whole, limits)[-1].tokens == 3584
+
+    def of_a_rank(mesh: Mesh) -> tuple[int, int]:
+        model = random_model(tiny_config(), mesh=mesh)
+        monkeypatch.setattr(prompt_graphs, "LAYER_FLOPS", 2 * 3100 * weights_of(model) / model.config.num_layers)
+        return prompt_kinds(model, limits)[-1].tokens, prompt_kinds(model, replace(limits, max_num_batched_tokens=5000))[-1].tokens
+
+    assert run_ranks(of_a_rank, 2) == [(6144, 4096)] * 2
 
 
 @pytest.mark.parametrize("max_model_len", [1, 2, 3, 4, 5, 64])

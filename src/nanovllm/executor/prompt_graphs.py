@@ -24,11 +24,16 @@ from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.state.kv_cache import KVState, same_memory
 from nanovllm.types import Float, Tensor
 
-MOST_FLOPS = 4e12  # of a captured step: about 6 ms on an H200, less than it takes to launch the kernels one by one
-QUANTISED = 4  # times as many launches: matrices are dequantised in pieces
+# FLOPs of a captured step for each layer, at most: the GPU then needs less time than the host to launch the kernels one by one. The host of
+# an H200 takes some 0.5 ms for a layer, 1.3 ms if it is quantised, and 1.1 ms if ranks share it (measured).
+LAYER_FLOPS = 3e11
+QUANTISED = 1.5  # times as many in addition: matrices are dequantised in pieces
+RANKS = 1.0  # times as many in addition: sums of many rows are launched by NCCL
+EXPERTS = 3  # products of experts take so many times as long as others
 SIZES = (192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072, 3584, 4096)  # tokens
+LARGE_SIZES = (5120, 6144, 7168, 8192)  # of models that ranks share
 FEW_ROWS = 8  # prompts of the graphs that waste little on rows without a prompt
-WIDE_SIZES = (512, 768, 1024, 1536, 2048, 3072, 4096)  # of the graphs for as many prompts as the engine runs at once
+WIDE_SIZES = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)  # of the graphs for as many prompts as the engine runs at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,20 +45,32 @@ class CapturedPrompts:
 
 
 def captures_prompts(model: Model, choice: FastChoice | None) -> bool:
-    """Whether an engine captures prompts: all layers are fused, and there are no experts, whose prompts were not measured as graphs."""
-    return all_fused(model, choice) and model.config.moe is None
+    """Whether an engine captures prompts: all layers are fused."""
+    return all_fused(model, choice)
 
 
 def prompt_kinds(model: Model, limits: EngineConfig) -> list[PromptKind]:
     """The kinds that get a graph, ascending."""
-    leaves = pytree.tree_leaves(model.params.layers, is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix))
-    weights = sum(math.prod(weight.shape) for weight in leaves if isinstance(weight, Tensor | QuantisedMatrix))
-    flops = MOST_FLOPS * (QUANTISED if any(isinstance(leaf, QuantisedMatrix) for leaf in leaves) else 1)
-    most = min(limits.max_num_batched_tokens, int(flops / (2 * weights)))
+    most = min(limits.max_num_batched_tokens, _most_tokens(model))
     few, wide = min(FEW_ROWS, limits.max_num_seqs), limits.max_num_seqs
-    sizes = [size for size in SIZES if size <= most and limits.max_model_len > 1]
+    every = SIZES if model.config.mesh is None else (*SIZES, *LARGE_SIZES)
+    sizes = [size for size in every if size <= most and limits.max_model_len > 1]
     many = {size for size in sizes if size in WIDE_SIZES or (size == sizes[-1] and size > WIDE_SIZES[0])}
     return sorted({PromptKind(tokens=size, rows=rows) for size in sizes for rows in ((few, wide) if size in many else (few,))})
+
+
+def _most_tokens(model: Model) -> int:
+    """The tokens of a step that takes the GPU as long as its launches take the host."""
+    leaves = pytree.tree_leaves(model.params.layers, is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix))
+    quantised, moe = any(isinstance(leaf, QuantisedMatrix) for leaf in leaves), model.config.moe
+    routed = 1.0 if moe is None else EXPERTS * moe.top_k / moe.num_experts  # for each weight of an expert
+    multiplied = 0.0  # weights that a token is multiplied by
+    for weight in leaves:
+        if isinstance(weight, Tensor | QuantisedMatrix):
+            stacked = len(weight.shape) == 3  # as the matrices of experts are
+            multiplied += math.prod(weight.shape) * (routed if stacked else 1.0)
+    launches = 1 + QUANTISED * quantised + RANKS * (model.config.mesh is not None)
+    return int(launches * LAYER_FLOPS * len(model.params.layers) / (2 * multiplied))
 
 
 def logits_bytes(kinds: Seq[PromptKind], model: Model) -> int:

@@ -3,16 +3,15 @@
 Every operation is called by all ranks in the same order. Sums are taken in the order of the ranks, so all ranks get the same bits.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
 
 import torch
 
 from nanovllm.types import Tensor
 
 
-@runtime_checkable
-class Group(Protocol):
+class Group(ABC):
     """The ranks of one model, seen by one of them.
 
     Attributes:
@@ -23,49 +22,49 @@ class Group(Protocol):
     size: int
     rank: int
 
+    @abstractmethod
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of the ranks' tensors, in a new tensor. Raises `EngineDeadError` if a rank has gone."""
-        ...
 
+    @abstractmethod
     def begin_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
         """Donates `x`. Begin the sum of the ranks' tensors. The function that is returned waits for it, and is called once.
 
         Between the two calls a GPU may do other work, and other sums may begin. Both raise `EngineDeadError` if a rank has gone.
         """
-        ...
 
+    @abstractmethod
     def all_reduce_add(self, y: Tensor, x: Tensor, slot: int) -> Tensor:
         """`x` plus the sum of the ranks' `y`, rounded once. Consecutive calls have the slots 0 and 1 in turn."""
-        ...
 
+    @abstractmethod
     def all_reduce_add_norm(
         self, parts: Tensor, bias: Tensor | None, x: Tensor, gain: Tensor, eps: float, slot: int
     ) -> tuple[Tensor, Tensor]:
         """As `all_reduce_add` with the sum of `parts` and `bias`, and the RMS norm of the result with weight `gain`."""
-        ...
 
+    @abstractmethod
     def gather_columns(self, x: Tensor, width: int) -> Tensor:
         """The ranks' columns side by side, up to `width`."""
-        ...
 
+    @abstractmethod
     def all_gather(self, x: Tensor) -> Tensor:
         """The ranks' tensors, stacked along a new first axis. Raises `EngineDeadError` if a rank has gone."""
-        ...
 
+    @abstractmethod
     def winners(self, values: Tensor, ids: Tensor) -> Tensor:
         """For each row the id of the largest of all ranks' values, int32 `[R]`; the lowest id of a tie.
 
         `values` `[R, K]` are float32 or float64. `ids` `[R, K]` are int32, ascend in each row, and ascend with the ranks.
         """
-        ...
 
+    @abstractmethod
     def require_all(self) -> None:
         """Raise `EngineDeadError` if an earlier operation has failed on the device, because a rank has gone."""
-        ...
 
+    @abstractmethod
     def give_up(self) -> None:
         """End all waits for other ranks, now and later. Any thread may call this."""
-        ...
 
 
 def side_by_side(stacked: Tensor, width: int) -> Tensor:

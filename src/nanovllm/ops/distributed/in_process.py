@@ -10,7 +10,7 @@ import torch
 from nanovllm.config import Mesh
 from nanovllm.errors import EngineDeadError
 from nanovllm.ops.attention.plan_table import register
-from nanovllm.ops.distributed.group import joined, side_by_side, summed, winners_of_pairs
+from nanovllm.ops.distributed.group import Group, joined, side_by_side, summed, winners_of_pairs
 from nanovllm.ops.linear.linear_add_norm import norm_add
 from nanovllm.types import Tensor
 
@@ -45,7 +45,7 @@ class Meeting:
         self._barrier.abort()
 
 
-class ThreadGroup:
+class ThreadGroup(Group):
     """One rank of a `Meeting`: the collective operations of a thread."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:

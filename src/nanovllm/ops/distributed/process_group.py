@@ -19,7 +19,7 @@ from nanovllm.config import Mesh
 from nanovllm.errors import EngineDeadError, InvalidRequestError
 from nanovllm.ops.attention.plan_table import register
 from nanovllm.ops.backends import dependent_launch
-from nanovllm.ops.distributed.group import joined, side_by_side, summed, winners_of_pairs
+from nanovllm.ops.distributed.group import Group, joined, side_by_side, summed, winners_of_pairs
 from nanovllm.ops.distributed.shared_memory import (
     ADDED,
     FLAGS,
@@ -42,7 +42,7 @@ ALIGNED = 16  # bytes that these kernels read at once
 MINUTES = 10  # that a rank waits for the others, a start included
 
 
-class ProcessGroup:
+class ProcessGroup(Group):
     """One process of a group, and its device.
 
     Attributes:
