@@ -77,7 +77,7 @@ def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def test_products_of_few_rows(compiled: Compiled, rows: int, gated: bool, norm: bool, extras: bool) -> None:
     from nanovllm.ops.linear import triton_few_rows
 
-    for outputs, width in ((512, 512), (4096, 1024), (1024, 3072), *(((64, 5120), (64, 18944)) if rows < 8 else ())):
+    for outputs, width in ((512, 512), (4096, 1024), (1024, 3072), *(((64, 5120), (64, 8192), (64, 18944)) if rows < 8 else ())):
         if not fits(rows, width, gated, compiled.memory):
             continue
         given = linear_problem(rows, outputs, width, gated, norm, extras, BF16)

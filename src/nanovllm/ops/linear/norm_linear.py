@@ -143,17 +143,22 @@ def _memory(rows: int, width: int, gated: bool, outputs: int) -> int:
 def tile_of(rows: int, outputs: int, width: int, gated: bool, memory: int) -> Tile:
     """Choose the tile configuration that was the fastest of those tried on an H200, with `memory` bytes of shared memory per program."""
     if rows == 1 or (rows <= FEW and not _on_tensor_cores(rows, width, gated, memory * 3 // 4)):  # a program would use most of the memory
-        return _summed_tile(width, 2 if gated else 1)
+        return _summed_tile(rows, width, 2 if gated else 1)
     depth = next(depth for depth in (256, 128, 64) if width % (4 * depth) == 0)
     wide = not gated and outputs >= 4096 and _memory(rows, width, gated, 2 * NARROW) <= memory // 2
     return Tile(outputs=2 * NARROW if wide else NARROW, warps=4, depth=depth)
 
 
-def _summed_tile(width: int, matrices: int) -> Tile:
-    """Choose the tile configuration of products that are summed in float32, with as many rows of weights per output as `matrices`."""
+def _summed_tile(rows: int, width: int, matrices: int) -> Tile:
+    """Choose the tile configuration of products that are summed in float32, with as many rows of weights per output as `matrices`.
+
+    A program reads its inputs and their norm weights, too. Of 8,192 inputs they would be as many bytes as the weights in `HELD` registers.
+    One row leaves room for twice as many weights; with two rows, one program would fill a multiprocessor.
+    """
     if width & (width - 1) == 0:
         warps = 2 if width <= 2048 else 4 if width <= 4096 else 8
-        return Tile(outputs=max(1, 32 * warps * HELD // width // matrices), warps=warps)
+        held = 2 * HELD if rows == 1 and width == 8192 else HELD
+        return Tile(outputs=max(1, 32 * warps * held // width // matrices), warps=warps)
     warps = next((warps for warps in (2, 4) if _padded(width, warps) <= HELD * 32 * warps), 8)
     outputs = HELD * 3 // 2 * 32 * warps // (_padded(width, warps) * matrices)
     return Tile(outputs=1 << max(0, outputs.bit_length() - 1), warps=warps)
