@@ -77,7 +77,7 @@ def test_measured_rates_are_near_the_derived_ones() -> None:
         assert recorded["model"].lower().startswith(row["model"].lower())
         assert ("fp8" in (recorded["quantization"] or "")) == (row["dtype"] == "fp8")
         assert row["tok_s"] == recorded[f"{row['batch']}_decode_tok_s"]
-        assert (0.9 if row["card"] == "H100" else 0.88) * low < row["tok_s"] < 1.01 * high
+        assert (0.9 if row["card"] == "H100" else 0.86) * low < row["tok_s"] < 1.01 * high
 
 
 def test_what_does_not_fit_is_said() -> None:
