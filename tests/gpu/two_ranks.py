@@ -288,6 +288,7 @@ def check_halves(mesh: Mesh, device: torch.device, kind: str | None, kv_dtype: s
         ran[0] += 1
         return inner(*args)
 
+    executor._short = None  # graphs of prompts run whole
     executor._in_halves = counted  # pyright: ignore[reportAttributeAccessIssue]
 
     def run(least: int | None, namespace: int) -> tuple[torch.Tensor, list[Any], int]:

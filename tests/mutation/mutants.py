@@ -236,6 +236,22 @@ MUTANTS: tuple[Mutant, ...] = (
         ("what leaves the device is not written", "disk.keep(lasting(host, written))", "pass"),
     ),
     *bugs(
+        "executor/prompt_graphs.py",
+        ("tests/executor/test_prompt_buffers.py",),
+        (
+            "prompts far behind others replay a graph",
+            "if 2 * _attention_flops(host, self._config) > self._flops_while_launching:",
+            "if _attention_flops(host, self._config) > self._flops_while_launching:",
+        ),
+        (
+            "tokens before a prompt are no work for attention",
+            "counts @ (host.seq_lens - counts // 2)",
+            "counts @ (counts - counts // 2)",
+        ),
+        ("experts count as far as they are stored", "* (routed if stacked else 1.0)", "* 1.0"),
+        ("one rank alone counts as several", "every = SIZES if mesh is None or mesh.size == 1 else", "every = SIZES if mesh is None else"),
+    ),
+    *bugs(
         "executor/kv_disk.py",
         ("tests/engine/test_disk_chunks.py",),
         ("reads of failed calls go on", "any(at in self._under_way for at in pages)", "False"),

@@ -90,7 +90,7 @@ class GraphExecutor:
     not serve.
 
     Attributes:
-        halves_from: The fewest tokens of prompts that run as two halves (`models/fast/halves.py`), as `least_tokens` gives. None:
+        halves_from: The fewest tokens of prompts that run as two halves (`models/fast/halves.py`) unless a graph holds them. None:
             prompts run whole, without ranks, or because not all layers are fused. All ranks of a model have the same.
     """
 

@@ -7,10 +7,11 @@ import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from nanovllm.config import EngineConfig
+from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.executor.batch import HostBatch, sample_prompts
 from nanovllm.executor.captured_step import recorded
 from nanovllm.executor.compiled import all_fused
@@ -20,14 +21,16 @@ from nanovllm.models.common.params import Params
 from nanovllm.models.common.sharding import in_parts
 from nanovllm.models.fast.choice import FastChoice
 from nanovllm.models.model import Model
+from nanovllm.ops.backends import capability, processors
 from nanovllm.ops.linear.quantised import QuantisedMatrix
 from nanovllm.state.kv_cache import KVState, same_memory
 from nanovllm.types import Float, Tensor
 
-# FLOPs of a captured step for each layer, at most: the GPU then needs less time than the host to launch the kernels one by one. The host of
-# an H200 takes some 0.5 ms for a layer, 1.3 ms if it is quantised, and 1.1 ms if ranks share it (measured).
+# FLOPs that an H200 computes while its host launches the kernels of a layer one by one, which takes the host some 0.5 ms. It takes 1.3 ms
+# for a quantised layer, and 1.1 ms for one that ranks share (measured).
 LAYER_FLOPS = 3e11
-QUANTISED = 1.5  # times as many in addition: matrices are dequantised in pieces
+MULTIPROCESSORS = 132  # of an H200
+QUANTISED = 1.5  # times as many in addition: matrices are dequantised in pieces. Experts and FP8 activations, which are not, count the same
 RANKS = 1.0  # times as many in addition: sums of many rows are launched by NCCL
 EXPERTS = 3  # products of experts take so many times as long as others
 SIZES = (192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072, 3584, 4096)  # tokens
@@ -53,7 +56,8 @@ def prompt_kinds(model: Model, limits: EngineConfig) -> list[PromptKind]:
     """The kinds that get a graph, ascending."""
     most = min(limits.max_num_batched_tokens, _most_tokens(model))
     few, wide = min(FEW_ROWS, limits.max_num_seqs), limits.max_num_seqs
-    every = SIZES if model.config.mesh is None else (*SIZES, *LARGE_SIZES)
+    mesh = model.config.mesh
+    every = SIZES if mesh is None or mesh.size == 1 else (*SIZES, *LARGE_SIZES)
     sizes = [size for size in every if size <= most and limits.max_model_len > 1]
     many = {size for size in sizes if size in WIDE_SIZES or (size == sizes[-1] and size > WIDE_SIZES[0])}
     return sorted({PromptKind(tokens=size, rows=rows) for size in sizes for rows in ((few, wide) if size in many else (few,))})
@@ -61,16 +65,36 @@ def prompt_kinds(model: Model, limits: EngineConfig) -> list[PromptKind]:
 
 def _most_tokens(model: Model) -> int:
     """The tokens of a step that takes the GPU as long as its launches take the host."""
-    leaves = pytree.tree_leaves(model.params.layers, is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix))
-    quantised, moe = any(isinstance(leaf, QuantisedMatrix) for leaf in leaves), model.config.moe
+    moe = model.config.moe
     routed = 1.0 if moe is None else EXPERTS * moe.top_k / moe.num_experts  # for each weight of an expert
     multiplied = 0.0  # weights that a token is multiplied by
-    for weight in leaves:
-        if isinstance(weight, Tensor | QuantisedMatrix):
-            stacked = len(weight.shape) == 3  # as the matrices of experts are
-            multiplied += math.prod(weight.shape) * (routed if stacked else 1.0)
-    launches = 1 + QUANTISED * quantised + RANKS * (model.config.mesh is not None)
-    return int(launches * LAYER_FLOPS * len(model.params.layers) / (2 * multiplied))
+    for weight in _matrices(model):
+        stacked = len(weight.shape) == 3  # as the matrices of experts are
+        multiplied += math.prod(weight.shape) * (routed if stacked else 1.0)
+    return int(_flops_while_launching(model) / (2 * multiplied))
+
+
+def _flops_while_launching(model: Model) -> float:
+    """What the GPU computes while the host launches the kernels of a step one by one."""
+    mesh, speed = model.config.mesh, 1.0
+    if model.device.type == "cuda":
+        speed = processors(model.device) / MULTIPROCESSORS / (1 if capability(model.device) >= (9, 0) else 2)
+    quantised = any(isinstance(weight, QuantisedMatrix) for weight in _matrices(model))
+    kinds = 1 + QUANTISED * quantised + RANKS * (mesh is not None and mesh.size > 1)
+    return speed * kinds * LAYER_FLOPS * len(model.params.layers)
+
+
+def _matrices(model: Model) -> list[Tensor | QuantisedMatrix]:
+    """All weights of the layers."""
+    leaves = pytree.tree_leaves(model.params.layers, is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor | QuantisedMatrix)]
+
+
+def _attention_flops(host: HostBatch, config: ModelConfig) -> int:
+    """The FLOPs of attention in all layers."""
+    assert host.cu_seqlens is not None
+    counts = np.diff(host.cu_seqlens).astype(np.int64)
+    return int(counts @ (host.seq_lens - counts // 2)) * 4 * config.num_heads * config.head_dim * config.num_layers
 
 
 def logits_bytes(kinds: Seq[PromptKind], model: Model) -> int:
@@ -89,6 +113,7 @@ class PromptGraphs:
         self.kinds = prompt_kinds(model, limits)
         self._model, self._limits, self._forward, self._warm = model, limits, forward, warm
         self._config = in_parts(model.config)
+        self._flops_while_launching = _flops_while_launching(model)
         self._tables = prompt_tables(model.config, limits, model.device) if self.kinds else []
         self._logits: Float[Tensor, "R V"] | None = None
         self._steps: dict[PromptKind, CapturedPrompts] = {}
@@ -100,12 +125,15 @@ class PromptGraphs:
         """Run a batch of prompts by the smallest graph that holds it.
 
         Returns:
-            The logits, of which each rank has its own part. They are valid until the next run. None if no graph holds the batch, or if the
-            graphs are over other weights or other memory.
+            The logits, of which each rank has its own part. They are valid until the next run. None if no graph holds the batch, if the
+            graphs are over other weights or other memory, or if so many tokens come before that FlashInfer's attention, which is faster
+            than that of the graphs, saves more than the launches take.
         """
         tokens, rows = len(host.input_ids), len(host.seq_lens)
         kind = next((kind for kind in self.kinds if kind.tokens >= tokens and kind.rows >= rows), None)
         if kind is None or params is not self._model.params or self._kv is None or not same_memory(self._kv, kv):
+            return None
+        if 2 * _attention_flops(host, self._config) > self._flops_while_launching:
             return None
         assert host.logit_indices is not None
         step = self._steps[kind]

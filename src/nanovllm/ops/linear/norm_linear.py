@@ -152,8 +152,8 @@ def tile_of(rows: int, outputs: int, width: int, gated: bool, memory: int) -> Ti
 def _summed_tile(rows: int, width: int, matrices: int) -> Tile:
     """Choose the tile configuration of products that are summed in float32, with as many rows of weights per output as `matrices`.
 
-    A program reads its inputs and their norm weights, too. Of 8,192 inputs they would be as many bytes as the weights in `HELD` registers.
-    One row leaves room for twice as many weights; with two rows, one program would fill a multiprocessor.
+    A program also reads its inputs and their norm weights. If there are 8,192 inputs, these have as many bytes as the weights of a program
+    with `HELD` of them per thread. So for one row a program has twice as many. For two rows it would leave no room for a second program.
     """
     if width & (width - 1) == 0:
         warps = 2 if width <= 2048 else 4 if width <= 4096 else 8
