@@ -13,6 +13,7 @@ export class Shelf {
   constructor({ used, use, said }) {
     Object.assign(this, { used, use, said });
     this.chunks = new Map();
+    this.listed = false; // whether the server has told its chunks
     this.panel = byId("shelf");
     this.files = 0; // how many the server allows
     this.saved = new Saved({ act: this.act, doing: (run) => this.doing(run) });
@@ -77,6 +78,7 @@ export class Shelf {
     try {
       const found = await (await call("v1/chunks")).json();
       this.chunks = new Map(found.data.map((chunk) => [chunk.name, chunk]));
+      this.listed = true;
       const { pages, chunks, files } = found.limits, chats = found.data.filter(({ name }) => idOf(name)).length;
       const of = chats ? `, ${chats} of them of chats` : "";
       byId("shelf-room").textContent = `${found.data.length} of ${chunks} chunks${of}, ${found.pages} of ${pages} pages of ${found.limits.page_size} tokens`;
@@ -95,9 +97,8 @@ export class Shelf {
     const row = this.used(), known = row.map((name) => this.chunks.get(name)), tokens = known.reduce((sum, one) => sum + (one?.tokens ?? 0), 0);
     byId("used").replaceChildren(...row.map((name, place) => this.usedLine(name, place, row)));
     const exact = row.length < 2 && known.every((one) => one?.exact);
-    byId("used-told").textContent = row.length
-      ? `${tokens} tokens, ${exact ? "exact" : "approximate: chunks in a row did not see each other"}`
-      : "None. Press Use, or drag a chunk here.";
+    const told = this.listed ? `${tokens} tokens, ${exact ? "exact" : "approximate: chunks in a row did not see each other"}` : "";
+    byId("used-told").textContent = row.length ? told : "None. Press Use, or drag a chunk here.";
   }
 
   line({ name, tokens, pages, exact }) {
@@ -113,7 +114,7 @@ export class Shelf {
   usedLine(name, place, row) {
     const move = (label, words, to) => button(label, () => this.put(name, to, String(place)), { "aria-label": `${words} ${name}`, disabled: to < 0 || to >= row.length });
     const remove = button("✕", () => this.change(row.filter((_, other) => other !== place)), { "aria-label": `Do not use ${name}` });
-    const missing = this.chunks.has(name) ? "" : " (not on the server)";
+    const missing = this.listed && !this.chunks.has(name) ? " (not on the server)" : "";
     return this.dragged(el("li", { "data-name": name }, el("strong", {}, name + missing), el("span", {}, move("↑", "Before:", place - 1), move("↓", "After:", place + 1), remove)), name, place);
   }
 
