@@ -80,7 +80,7 @@ def without_cuda() -> Iterator[None]:
         patch.setattr(prompt_graphs, "SIZES", (8, 16))
         patch.setattr(prompt_graphs, "WIDE_SIZES", (16,))
         patch.setattr(prompt_graphs, "FEW_ROWS", 2)
-        patch.setattr(graph_executor, "captures_prompts", lambda *_: True)
+        patch.setattr(prompt_graphs, "all_fused", lambda *_: True)
         patch.setattr(graph_executor, "Attention", PlainAttention)
         patch.setattr(graph_executor, "compiled_forward", lambda model: models.forward)
         patch.setattr(graph_executor, "COMPILED_PROMPTS", ())

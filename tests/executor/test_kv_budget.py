@@ -39,7 +39,6 @@ def test_tables_are_given_back_and_sampling_has_the_most_rows(most: int, monkeyp
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: when_given_back.append(any(tables() is not None for tables in alive)))
     monkeypatch.setattr(kv_budget, "_prompts", lambda *_: None)
-    monkeypatch.setattr(kv_budget, "captures_prompts", lambda *_: False)
     monkeypatch.setattr(PenaltyTables, "empty", noted)
     monkeypatch.setattr(kv_budget, "draw_rows", counted)
     model = random_model(tiny_config(vocab_size=50))

@@ -12,7 +12,7 @@ from nanovllm.config import EngineConfig, Mesh
 from nanovllm.executor import prompt_graphs
 from nanovllm.executor.batch import HostBatch, sample_prompts, to_device
 from nanovllm.executor.prompt_buffers import PromptBuffers, PromptKind, prompt_tables
-from nanovllm.executor.prompt_graphs import PromptGraphs, prompt_kinds
+from nanovllm.executor.prompt_graphs import PromptGraphs
 from nanovllm.loading.quantisation.rounding import Rounding, rounded_params
 from nanovllm.models import registry
 from nanovllm.ops.distributed.in_process import run_ranks
@@ -23,6 +23,22 @@ from nanovllm.testing.models import random_model, tiny_config
 from tests.executor.captured_on_cpu import without_cuda
 
 LIMITS = EngineConfig(num_pages=60, page_size=4, max_num_seqs=6, max_num_batched_tokens=64, max_model_len=64, num_frames=60, seed=0)
+
+
+@pytest.fixture(autouse=True)
+def fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers count as fused, as on a GPU."""
+    monkeypatch.setattr(prompt_graphs, "all_fused", lambda *_: True)
+
+
+def prompt_kinds(model: nv.Model, limits: EngineConfig) -> list[PromptKind]:
+    """The kinds of an engine that chooses no layers."""
+    return prompt_graphs.prompt_kinds(model, limits, None)
+
+
+def test_a_model_of_plain_layers_has_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert prompt_kinds(random_model(tiny_config()), replace(LIMITS, max_num_batched_tokens=1024)) == []
 
 
 def batch_of(model: nv.Model, rows: list[tuple[int, int]], limits: EngineConfig, seed: int) -> HostBatch:
@@ -142,9 +158,9 @@ def test_prompts_far_behind_others_are_launched(monkeypatch: pytest.MonkeyPatch)
     kv = init_kv(config, num_pages=limits.num_pages, page_size=limits.page_size, dtype=model.dtype, device=model.device)
     with without_cuda(), torch.no_grad():
         monkeypatch.setattr(prompt_graphs, "LAYER_FLOPS", 2.0 * pair * 2000)
-        monkeypatch.setattr(prompt_graphs, "prompt_kinds", lambda *_: [PromptKind(tokens=16, rows=2)])
-        graphs = PromptGraphs(model, limits, registry.forward, warm=model.params)
-        graphs.capture(kv, graphs.kinds[0])
+        kind = PromptKind(tokens=16, rows=2)
+        graphs = PromptGraphs(model, limits, [kind], registry.forward, warm=model.params)
+        graphs.capture(kv, kind)
         for rows, captured in (
             ([(16, 0)], True),
             ([(8, 240)], True),

@@ -249,7 +249,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "counts @ (counts - counts // 2)",
         ),
         ("experts count as far as they are stored", "* (routed if stacked else 1.0)", "* 1.0"),
-        ("one rank alone counts as several", "every = SIZES if mesh is None or mesh.size == 1 else", "every = SIZES if mesh is None else"),
+        ("one rank alone counts as several", "return mesh is not None and mesh.size > 1", "return mesh is not None"),
     ),
     *bugs(
         "executor/kv_disk.py",

@@ -34,7 +34,7 @@ from nanovllm.executor.cuda_graphs import StepGraphs, batch_sizes, extension_siz
 from nanovllm.executor.decode_carry import DecodeCarry
 from nanovllm.executor.executor import Drawn, Masks
 from nanovllm.executor.logits_graphs import LogitsGraphs
-from nanovllm.executor.prompt_graphs import PromptGraphs, captures_prompts
+from nanovllm.executor.prompt_graphs import PromptGraphs, prompt_kinds
 from nanovllm.executor.prompt_halves import cut, least_tokens, middle
 from nanovllm.executor.row_processing import carries, kept, processors_of
 from nanovllm.executor.row_tables import RowTables
@@ -157,7 +157,8 @@ class GraphExecutor:
         sizes = extension_sizes(limits.max_num_batched_tokens)
         attention = self._attention if within is None else None
         self._extend = StepGraphs(model, limits, sizes, self._forward, tables, attention, within, fused=False, warm=warm)
-        self._short = PromptGraphs(model, limits, self._forward, warm=warm) if captures_prompts(model, choice) else None
+        short = prompt_kinds(model, limits, choice)
+        self._short = PromptGraphs(model, limits, short, self._forward, warm=warm) if short else None
         self._logits = LogitsGraphs(model, self._decode.forward)
         self._program = StepProgram(model, self._logits.forward)
         self._sessions: dict[int, DecodePlans | CascadePlan] = {}
@@ -354,8 +355,7 @@ class GraphExecutor:
         Each row reads all earlier KV of its sequence, split among many programs; a graph of prompts reads it once, in one program.
         """
         count = sum(count for _, count in rows)
-        captured = self._short is not None and bool(self._short.kinds)
-        if captured and count > MOST_ROWS and max(s.num_filled for s, _ in rows) <= LONG_CONTEXT:
+        if self._short is not None and count > MOST_ROWS and max(s.num_filled for s, _ in rows) <= LONG_CONTEXT:
             return False
         return count <= self._extend.sizes[-1]
 

@@ -12,7 +12,7 @@ from nanovllm.executor.attention_plans import Attention, own_plans, workspace_of
 from nanovllm.executor.batch import EXTENSION, aligned, sample_prompts, to_device
 from nanovllm.executor.compiled import all_fused, fused_forward
 from nanovllm.executor.device_memory import room
-from nanovllm.executor.prompt_graphs import captures_prompts, logits_bytes, prompt_kinds
+from nanovllm.executor.prompt_graphs import logits_bytes, prompt_kinds
 from nanovllm.models.common.params import two_of_each
 from nanovllm.models.fast.choice import FastChoice
 from nanovllm.models.fast.cuts import Cuts
@@ -41,7 +41,7 @@ def measured(model: Model, limits: EngineConfig, choice: FastChoice | None, cuts
         prompts = _held(model.device, lambda: _prompts(model, limits, choice, cuts))
         draws, tables = _sampling(model, limits, kinds)
         torch.cuda.empty_cache()  # the tables' memory is in the sum, and must not be missing from the free memory too
-        graphs = prompt_kinds(model, limits) if captures_prompts(model, choice) else []
+        graphs = prompt_kinds(model, limits, choice)
         captured = max([kind.tokens for kind in graphs], default=0)
         for_good = prompts * captured // limits.max_num_batched_tokens + logits_bytes(graphs, model) + draws + tables + GRAPHS
         return max(prompts, draws) + for_good

@@ -47,17 +47,13 @@ class CapturedPrompts:
     buffers: PromptBuffers
 
 
-def captures_prompts(model: Model, choice: FastChoice | None) -> bool:
-    """Whether an engine captures prompts: all layers are fused."""
-    return all_fused(model, choice)
-
-
-def prompt_kinds(model: Model, limits: EngineConfig) -> list[PromptKind]:
-    """The kinds that get a graph, ascending."""
+def prompt_kinds(model: Model, limits: EngineConfig, choice: FastChoice | None) -> list[PromptKind]:
+    """The kinds that get a graph, ascending; none if not all layers are fused."""
+    if not all_fused(model, choice):
+        return []
     most = min(limits.max_num_batched_tokens, _most_tokens(model))
     few, wide = min(FEW_ROWS, limits.max_num_seqs), limits.max_num_seqs
-    mesh = model.config.mesh
-    every = SIZES if mesh is None or mesh.size == 1 else (*SIZES, *LARGE_SIZES)
+    every = (*SIZES, *LARGE_SIZES) if _shared(model) else SIZES
     sizes = [size for size in every if size <= most and limits.max_model_len > 1]
     many = {size for size in sizes if size in WIDE_SIZES or (size == sizes[-1] and size > WIDE_SIZES[0])}
     return sorted({PromptKind(tokens=size, rows=rows) for size in sizes for rows in ((few, wide) if size in many else (few,))})
@@ -68,7 +64,7 @@ def _most_tokens(model: Model) -> int:
     moe = model.config.moe
     routed = 1.0 if moe is None else EXPERTS * moe.top_k / moe.num_experts  # for each weight of an expert
     multiplied = 0.0  # weights that a token is multiplied by
-    for weight in _matrices(model):
+    for weight in _weights(model):
         stacked = len(weight.shape) == 3  # as the matrices of experts are
         multiplied += math.prod(weight.shape) * (routed if stacked else 1.0)
     return int(_flops_while_launching(model) / (2 * multiplied))
@@ -76,15 +72,21 @@ def _most_tokens(model: Model) -> int:
 
 def _flops_while_launching(model: Model) -> float:
     """What the GPU computes while the host launches the kernels of a step one by one."""
-    mesh, speed = model.config.mesh, 1.0
+    speed = 1.0
     if model.device.type == "cuda":
         speed = processors(model.device) / MULTIPROCESSORS / (1 if capability(model.device) >= (9, 0) else 2)
-    quantised = any(isinstance(weight, QuantisedMatrix) for weight in _matrices(model))
-    kinds = 1 + QUANTISED * quantised + RANKS * (mesh is not None and mesh.size > 1)
-    return speed * kinds * LAYER_FLOPS * len(model.params.layers)
+    quantised = any(isinstance(weight, QuantisedMatrix) for weight in _weights(model))
+    launches = 1 + QUANTISED * quantised + RANKS * _shared(model)
+    return speed * launches * LAYER_FLOPS * len(model.params.layers)
 
 
-def _matrices(model: Model) -> list[Tensor | QuantisedMatrix]:
+def _shared(model: Model) -> bool:
+    """Whether several ranks share the model."""
+    mesh = model.config.mesh
+    return mesh is not None and mesh.size > 1
+
+
+def _weights(model: Model) -> list[Tensor | QuantisedMatrix]:
     """All weights of the layers."""
     leaves = pytree.tree_leaves(model.params.layers, is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix))
     return [leaf for leaf in leaves if isinstance(leaf, Tensor | QuantisedMatrix)]
@@ -108,13 +110,13 @@ class PromptGraphs:
     They share their memory and write their logits to the same place: only one of them runs at a time.
     """
 
-    def __init__(self, model: Model, limits: EngineConfig, forward: Forward, *, warm: Params[Tensor]) -> None:
-        """Choose the kinds. `warm` are the weights for the run before a step is recorded, with enough layers to load every kernel."""
-        self.kinds = prompt_kinds(model, limits)
+    def __init__(self, model: Model, limits: EngineConfig, kinds: Seq[PromptKind], forward: Forward, *, warm: Params[Tensor]) -> None:
+        """Take the kinds to capture. `warm` are the weights for the run before one is recorded, with enough layers to load every kernel."""
+        self.kinds = kinds
         self._model, self._limits, self._forward, self._warm = model, limits, forward, warm
         self._config = in_parts(model.config)
         self._flops_while_launching = _flops_while_launching(model)
-        self._tables = prompt_tables(model.config, limits, model.device) if self.kinds else []
+        self._tables = prompt_tables(model.config, limits, model.device)
         self._logits: Float[Tensor, "R V"] | None = None
         self._steps: dict[PromptKind, CapturedPrompts] = {}
         self._kv: KVState | None = None
