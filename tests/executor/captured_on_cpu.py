@@ -49,7 +49,11 @@ class Call:
     """A function that stands for a graph: each call writes its results to where the first one left them."""
 
     def __init__(self, run: Callable[[], Any]) -> None:
-        self.run, self.result = run, run()
+        self.run, self.result, self.freed = run, run(), False
+
+    def reset(self) -> None:
+        """Free the graph."""
+        self.freed = True
 
     def replay(self) -> None:
         """Call the function once more."""
@@ -58,15 +62,19 @@ class Call:
                 to.copy_(value)
 
 
-def recorded(pool: Any, stream: Any, run: Callable[[], Any]) -> tuple[Call, Any]:
-    """Stands for the function of this name."""
-    call = Call(run)
-    return call, call.result
-
-
 @contextmanager
-def without_cuda() -> Iterator[None]:
-    """Calls of torch.cuda do nothing, and steps are called where a GPU would record them. Prompts of up to 16 tokens are captured."""
+def without_cuda() -> Iterator[list[Call]]:
+    """Calls of torch.cuda do nothing, and steps are called where a GPU would record them. Prompts of up to 16 tokens are captured.
+
+    Yields:
+        The graphs that were recorded so far.
+    """
+    graphs = list[Call]()
+
+    def recorded(pool: Any, stream: Any, run: Callable[[], Any]) -> tuple[Call, Any]:
+        graphs.append(call := Call(run))
+        return call, call.result
+
     with pytest.MonkeyPatch.context() as patch:
         for name in ("Stream", "Event"):
             patch.setattr(torch.cuda, name, Ignored)
@@ -84,7 +92,7 @@ def without_cuda() -> Iterator[None]:
         patch.setattr(graph_executor, "Attention", PlainAttention)
         patch.setattr(graph_executor, "compiled_forward", lambda model: models.forward)
         patch.setattr(graph_executor, "COMPILED_PROMPTS", ())
-        yield
+        yield graphs
 
 
 def graph_executor_of(model: Any, limits: Any, kv: Any, **options: Any) -> GraphExecutor:

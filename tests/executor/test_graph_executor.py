@@ -28,7 +28,7 @@ from nanovllm.sampling.row_options import KINDS
 from nanovllm.state.request import Sequence
 from nanovllm.state.vector import IntVector
 from nanovllm.testing.models import byte_tokenizer, random_model, tiny_config
-from tests.executor.captured_on_cpu import graph_executor_of, without_cuda
+from tests.executor.captured_on_cpu import Call, graph_executor_of, without_cuda
 
 pytestmark = pytest.mark.unhooked  # objects of torch.cuda are replaced by others
 
@@ -62,9 +62,10 @@ PROCESSORS = (nv.LogitsProcessor(no_repeats), nv.LogitsProcessor(warmer, lambda 
 
 
 @pytest.fixture(autouse=True)
-def on_cpu() -> Iterator[None]:
-    with without_cuda():
-        yield
+def graphs() -> Iterator[list[Call]]:
+    """All graphs of the test."""
+    with without_cuda() as recorded:
+        yield recorded
 
 
 def started(model: nv.Model, num_pages: int, limits: dict[str, Any] = LIMITS, **options: Any) -> tuple[nv.EngineState, GraphExecutor]:
@@ -530,3 +531,12 @@ def test_scores_and_chunks_of_prompts_in_two_halves() -> None:
     executor.halves_from = 17
     got, same = seen(state, model)
     assert got == pytest.approx(want, abs=1e-9) and same == tokens
+
+
+def test_an_executor_frees_all_its_graphs(graphs: list[Call]) -> None:
+    state, executor = started(MODEL, 30)
+    served(MODEL, state, 0)
+    assert executor._short is not None and len(graphs) > len(executor._short.kinds) + len(executor._extend.sizes)
+    assert not any(graph.freed for graph in graphs)
+    executor.free()
+    assert all(graph.freed for graph in graphs)

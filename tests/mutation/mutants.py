@@ -1946,6 +1946,22 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a rank without beats lives", "elif now - one.at > (", "elif now - one.at > 1e9 + ("),
     ),
     *bugs(
+        "entrypoints/ranks/followers.py",
+        ("tests/entrypoints/ranks/test_followers.py",),
+        ("an engine that ends keeps its graphs", "        self.free()", "        pass"),
+        ("graphs are freed under a call that replays them", "while self.lease.taken:", "while False:"),
+    ),
+    *bugs(
+        "ops/distributed/process_group.py",
+        ("tests/ops/distributed/test_process_group.py",),
+        ("whoever gives up waits for graphs", "self._ending.start()", "self._ending.run()"),
+    ),
+    *bugs(
+        "executor/prompt_graphs.py",
+        ("tests/executor/test_graph_executor.py",),
+        ("captured prompts are not freed", "step.graph.reset()", "pass"),
+    ),
+    *bugs(
         "entrypoints/engine_thread.py",
         ASYNC,
         ("a call that failed keeps its other requests", "if len(call.results) < call.count:", "if not call.complete:"),

@@ -114,6 +114,12 @@ class StepGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(self._device)  # one for all: memory cached for a stream serves no other
 
+    def free(self) -> None:
+        """Free all graphs. None is replayed afterwards."""
+        for step in self._steps.values():
+            for graph in step.graphs:
+                graph.reset()
+
     def load(self, kv: KVState, host: HostBatch, drawing: Seq[Row], sampling: Kind, processed: Seq[Sequence] = ()) -> CapturedStep:
         """Return a step that is ready to be replayed over these rows, captured now if a caller's function or its way to attend is new.
 

@@ -85,6 +85,11 @@ def left(mesh: Mesh) -> None:
     lookup(mesh.group, Group).give_up()
 
 
+def given_up(mesh: Mesh, seconds: float) -> bool:
+    """Wait at most so long until nothing of a group works any more that was left. Returns whether that is so."""
+    return lookup(mesh.group, Group).given_up(seconds)
+
+
 def gathered(mesh: Mesh, data: bytes) -> list[bytes]:
     """The bytes of all ranks, which call this at the same time."""
     group = lookup(mesh.group, Group)

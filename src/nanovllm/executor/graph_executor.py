@@ -431,6 +431,13 @@ class GraphExecutor:
         return self._loaded
 
     @torch.no_grad()
+    @_on_device
+    def free(self) -> None:
+        """Free the graphs, also those that still run. No step may follow. NCCL ends a group of ranks only when no graph has its sums."""
+        for graphs in (self._decode, self._extend, self._short, self._logits):
+            if graphs is not None:
+                graphs.free()
+
     def _warm_up(
         self, model: Model, kv: KVState, limits: EngineConfig, warm: Params[Tensor], progress: bool | None, first: FirstStart
     ) -> None:

@@ -31,6 +31,11 @@ class LogitsGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(model.device)
 
+    def free(self) -> None:
+        """Free all graphs. None is replayed afterwards."""
+        for graph, *_ in self._graphs.values():
+            graph.reset()
+
     def prepare(self, kv: KVState, batch: Batch) -> None:
         """Capture the graph of a decode batch, unless it exists.
 

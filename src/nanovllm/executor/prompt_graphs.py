@@ -144,6 +144,11 @@ class PromptGraphs:
         assert self._logits is not None
         return self._logits[: len(host.logit_indices)]
 
+    def free(self) -> None:
+        """Free all graphs. None is replayed afterwards."""
+        for step in self._steps.values():
+            step.graph.reset()
+
     def prepare(self, kv: KVState, kind: PromptKind) -> PromptBuffers:
         """Fill the buffers of a step and warm it up on a side stream. It runs prompts on the dummy page."""
         model, here = self._model, torch.cuda.current_stream(self._model.device)

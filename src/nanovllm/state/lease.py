@@ -92,6 +92,11 @@ class Lease:
         """End the work on the device."""
         self._holder = None
 
+    @property
+    def taken(self) -> bool:
+        """Whether a call works on the device."""
+        return self._holder is not None
+
     def advance(self, epoch: int) -> int:
         """Take over the memory, after `check`, which donates every older state. Returns the new epoch."""
         with self._lock:

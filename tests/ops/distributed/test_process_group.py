@@ -5,7 +5,10 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ import torch.distributed as dist
 
 import nanovllm as nv
 from nanovllm.ops.distributed.group import joined, summed
+from nanovllm.ops.distributed.process_group import ProcessGroup
 from nanovllm.ops.sampling.draw import draw, highest
 
 pytestmark = pytest.mark.unhooked  # the processes are not hooked anyway
@@ -253,3 +257,28 @@ def test_a_rank_that_runs_out_of_memory_in_a_pass_ends_the_engine_on_all() -> No
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert first.stdout.startswith("length 2\ndead: ") and second.stdout.startswith("length 2\ndead: ")
     assert "rank 1 of 2 ran out of device memory in a call" in second.stdout
+
+
+class Held:
+    """A group as NCCL's: its end waits for graphs that are freed later."""
+
+    def __init__(self) -> None:
+        self.calls, self.freed = 0, threading.Event()
+
+    def abort(self) -> None:
+        self.calls += 1
+        assert self.freed.wait(60)
+
+
+def test_giving_up_waits_for_no_graphs() -> None:
+    """The caller may own them. Whoever frees them waits afterwards."""
+    group: Any = ProcessGroup.__new__(ProcessGroup)
+    group.device, group._group, group._shared, group._ending = torch.device("cuda:0"), Held(), None, None
+    assert group.given_up(0.0)
+    began = time.monotonic()
+    for _ in range(2):
+        group.give_up()
+    assert not group.given_up(0.1)
+    assert time.monotonic() - began < 30
+    group._group.freed.set()
+    assert group.given_up(60) and group._group.calls == 1

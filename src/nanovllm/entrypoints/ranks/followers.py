@@ -19,7 +19,7 @@ from nanovllm.entrypoints.ranks.beats import Beats
 from nanovllm.entrypoints.ranks.channel import Kind, Outcome, receive, send
 from nanovllm.entrypoints.ranks.settings import STARTING, Settings
 from nanovllm.errors import EngineDeadError, NanoVLLMError
-from nanovllm.executor.distributed import left
+from nanovllm.executor.distributed import given_up, left
 from nanovllm.state.lease import NEW_ENGINE, Lease
 
 TICK = 0.2  # seconds between two looks at all ranks
@@ -82,6 +82,7 @@ class Followers:
         refusal: The error of a rank that could not start, or None.
         mesh: The group of all ranks, once they have joined it; None before, and if they join none.
         lease: The lease of rank 0's engine, which is told of the end; None while the engine is made.
+        free: Frees the graphs of rank 0's engine. `close` calls it unless a call still works on the device.
         number: The number of the newest call.
         busy: Whether rank 0 makes it now.
     """
@@ -94,6 +95,7 @@ class Followers:
         self.mesh: Mesh | None = None
         self._pid = os.getpid()
         self.lease: Lease | None = None
+        self.free: Callable[[], object] = lambda: None
         self.number, self.busy, self.ready, self.closing = 0, False, False, False
         self.beats, self.changed = Beats(size), threading.Condition()
         self.all = list[Follower]()
@@ -182,11 +184,26 @@ class Followers:
             self.changed.notify_all()
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * GONE)  # it may wait for the exit code of one rank
+        self._free()
         for one in self.all:
             with suppress(OSError):
                 one.link.settimeout(TICK)
                 send(one.link, Kind.END)
         self._end_processes()
+
+    def _free(self) -> None:
+        """Free the graphs, then end the group. NCCL's end of a group waits for graphs with its sums."""
+        if self.lease is None:
+            return
+        until = time.monotonic() + GONE
+        while self.lease.taken:
+            if time.monotonic() > until:
+                return
+            time.sleep(TICK / 10)
+        self.free()
+        if self.mesh is not None:
+            left(self.mesh)
+            given_up(self.mesh, GONE)
 
     def _end_processes(self) -> None:
         self.closing = True

@@ -12,7 +12,8 @@ from nanovllm.entrypoints.ranks.followers import GRACE, Followers, died
 from nanovllm.entrypoints.ranks.settings import STARTING, Settings, begun, build
 from nanovllm.errors import EngineDeadError, NanoVLLMError
 from nanovllm.executor.distributed import opened_store
-from nanovllm.executor.executor import runtime_of
+from nanovllm.executor.executor import Executor, executor_of, runtime_of
+from nanovllm.executor.graph_executor import GraphExecutor
 from nanovllm.models.model import Model
 from nanovllm.state.device_errors import message_of
 from nanovllm.state.digest import digest
@@ -126,6 +127,17 @@ class Leader:
                 self._followers.require_alive()
 
 
+def freeing(executor: Executor) -> Callable[[], object]:
+    """A function that frees the graphs of an executor, if it still exists and has graphs."""
+    known = weakref.ref(executor)
+
+    def free() -> None:
+        if isinstance(one := known(), GraphExecutor):
+            one.free()
+
+    return free
+
+
 def start(settings: Settings) -> tuple[Model, EngineState]:
     """Start the other ranks, and make the model and the engine of this one. Calls with its states are made on all ranks.
 
@@ -145,6 +157,7 @@ def start(settings: Settings) -> tuple[Model, EngineState]:
         if any(one.digest != own.digest for one in followers.outcomes(0, STARTING)):
             raise died("the ranks have made different engines")
         followers.ready = True
+        followers.free = freeing(executor_of(state))
         runtime_of(state).mirror = Leader(followers)
     except BaseException as error:
         if isinstance(error, EngineDeadError) or not isinstance(error, NanoVLLMError):

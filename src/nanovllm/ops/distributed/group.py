@@ -64,7 +64,11 @@ class Group(ABC):
 
     @abstractmethod
     def give_up(self) -> None:
-        """End all waits for other ranks, now and later. Any thread may call this."""
+        """End all waits for other ranks, now and later. Any thread may call this. It returns at once."""
+
+    @abstractmethod
+    def given_up(self, seconds: float) -> bool:
+        """Wait at most so long until all that `give_up` began has ended. Returns whether it has."""
 
 
 def side_by_side(stacked: Tensor, width: int) -> Tensor:

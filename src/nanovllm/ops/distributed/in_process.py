@@ -90,6 +90,10 @@ class ThreadGroup(Group):
         """End all waits for other ranks."""
         self.meeting.abort()
 
+    def given_up(self, seconds: float) -> bool:
+        """True: waits end at once."""
+        return True
+
 
 def thread_meshes(size: int, seconds: float = SECONDS) -> list[Mesh]:
     """The meshes of `size` ranks that will be threads of this process. See `run_ranks`."""

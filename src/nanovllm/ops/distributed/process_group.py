@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ class ProcessGroup(Group):
         self.size, self.rank, self.device = group.size(), group.rank(), device
         self._group: Any = group
         self._store = store
+        self._ending: Thread | None = None
         self._shared = None
         if device.type != "cpu":
             shared = share_memory(group, device)
@@ -176,11 +178,25 @@ class ProcessGroup(Group):
             raise EngineDeadError(f"rank {self.rank} of {self.size} has waited in vain for another rank, which is gone or stands still")
 
     def give_up(self) -> None:
-        """End all waits for other ranks, now and later. Any thread may call this when it finds that a rank has gone."""
+        """End all waits for other ranks, now and later. Any thread may call this when it finds that a rank has gone.
+
+        NCCL ends its kernels at once, but the call returns only when no graph has its sums, and the caller may own the graphs. So a
+        thread of its own makes it.
+        """
         if self._shared is not None:
             self._shared.failed.numpy()[0] = 1
-        with suppress(Exception):  # of a group that has given up before
-            self._group.abort()
+        if self.device.type == "cpu":
+            _abort(self._group)
+        elif self._ending is None:
+            self._ending = Thread(target=_abort, args=(self._group,), daemon=True, name="nanovllm-abort")
+            self._ending.start()
+
+    def given_up(self, seconds: float) -> bool:
+        """Wait at most so long for the end of the group, if `give_up` was called. Returns whether it has ended."""
+        if self._ending is None:
+            return True
+        self._ending.join(seconds)
+        return not self._ending.is_alive()
 
     def release(self) -> None:
         """Let go of the group. Its threads must end before the interpreter does, which aborts the process otherwise."""
@@ -211,6 +227,11 @@ class ProcessGroup(Group):
                 raise
             first = (str(error).splitlines() or [""])[0]
             raise EngineDeadError(f"rank {self.rank} of {self.size} cannot reach the others: {first}") from error
+
+
+def _abort(group: Any) -> None:
+    with suppress(Exception):  # of a group that has ended
+        group.abort()
 
 
 def make_mesh(device: torch.device | str | None = None) -> Mesh:
