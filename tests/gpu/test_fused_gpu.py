@@ -121,7 +121,7 @@ def test_norms_of_what_is_added(rows: int, outputs: int, width: int, gains: torc
 @pytest.mark.parametrize(
     ("lens", "heads", "kv_heads", "head_dim", "size"),
     [([300], 16, 8, 128, 16), ([1, 64, 65, 2500, 17], 16, 8, 128, 16), ([700, 3], 32, 4, 64, 16), ([130, 9, 40], 6, 2, 96, 8),
-     ([130, 900, 40], 8, 4, 256, 16)],
+     ([130, 900, 40], 8, 4, 256, 16), ([2500], 16, 1, 128, 16), ([900, 130], 14, 2, 128, 16)],
 )  # fmt: skip
 @pytest.mark.parametrize("gains", [None, torch.float32])
 def test_attention(

@@ -144,6 +144,15 @@ def test_attention_interpreted(
 
 
 @pytest.mark.interpret
+@pytest.mark.parametrize("splits", [8, 16, 32])
+@pytest.mark.parametrize(("heads", "head_dim"), [(3, 24), (16, 32)])
+def test_a_few_parts_and_many_are_merged_interpreted(heads: int, head_dim: int, splits: int) -> None:
+    """Rows of 2 to 33 tiles of 8 tokens, on either side of the numbers of parts whose merge is compiled apart."""
+    lens = [9, 64, 65, 128, 129, 260]
+    interpreted_attention(attention_problem(lens, heads, 1, head_dim, 8, True, torch.float32), 8, splits, 0)
+
+
+@pytest.mark.interpret
 @pytest.mark.parametrize(("splits", "stages"), [(4, 0), (1, 3), (2, 2)])
 @pytest.mark.parametrize("limits", [(1, 0.0), (7, 0.5), (8, 0.0), (9, 30.0), (33, 0.0), (500, 2.0), (0, 0.5)])
 @pytest.mark.parametrize(

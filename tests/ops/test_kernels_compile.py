@@ -157,8 +157,8 @@ def test_products_of_which_a_multiprocessor_takes_several_and_of_few_rows(compil
 @pytest.mark.parametrize(
     ("rows", "heads", "kv_heads", "head_dim", "norm"),
     [
-        (1, 16, 8, 128, True), (1, 28, 4, 128, False), (4, 32, 4, 64, False), (8, 16, 8, 128, True), (16, 16, 8, 128, True),
-        (32, 6, 2, 80, True), (64, 16, 8, 128, True), (2, 8, 4, 256, True), (24, 16, 8, 256, False),
+        (1, 16, 8, 128, True), (1, 28, 4, 128, False), (1, 16, 1, 128, True), (4, 32, 4, 64, False), (8, 16, 8, 128, True),
+        (16, 16, 8, 128, True), (32, 6, 2, 80, True), (64, 16, 8, 128, True), (2, 8, 4, 256, True), (24, 16, 8, 256, False),
     ],
 )  # fmt: skip
 def test_attention_of_new_tokens(compiled: Compiled, rows: int, heads: int, kv_heads: int, head_dim: int, norm: bool) -> None:

@@ -152,12 +152,11 @@ def start(settings: Settings) -> tuple[Model, EngineState]:
         store = opened_store() if settings.grouped else None
         followers.broadcast(Kind.GO, b"" if store is None else str(store.port).encode())
         model, state = build(settings, 0, store, lambda mesh: setattr(followers, "mesh", mesh))
-        followers.lease = state.runtime.lease
+        followers.lease, followers.free = state.runtime.lease, freeing(executor_of(state))
         own = Outcome(number=0, digest=begun(state, whole=settings.whole))
         if any(one.digest != own.digest for one in followers.outcomes(0, STARTING)):
             raise died("the ranks have made different engines")
         followers.ready = True
-        followers.free = freeing(executor_of(state))
         runtime_of(state).mirror = Leader(followers)
     except BaseException as error:
         if isinstance(error, EngineDeadError) or not isinstance(error, NanoVLLMError):

@@ -4,8 +4,9 @@ The forms are those of `triton_experts`, whose `_sort` and `_combine` they use. 
 expert's codes by itself; a thread sums the products of its codes in float32, as in `triton_quantised_few`. For many tokens, blocks of pairs
 of one expert run on tensor cores; the codes are the left factor and become numbers in registers, as in `triton_quantised_many`.
 
-Every kernel waits for the kernel before it before it reads anything (programmatic dependent launch), but the second product of many tokens
-reads its table before. For few tokens, codes that are read while the first product still runs slow it down by as much as they gain.
+Kernels start while the kernel before them still runs (programmatic dependent launch), and wait for it before they read codes. The first
+of a call starts the second one only after the routing, so the second one reads the routing, its scales and the residual before it waits.
+For few tokens, codes that are read while the first product still runs slow it down by as much as they gain.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
@@ -161,25 +162,30 @@ def _quantised_few_down(
     """Program (token, outputs) computes `[BN]` of the token's N outputs, summed over its TOP experts."""
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     STEPS: tl.constexpr = (WORDS + 2 * T - 1) // (2 * T)
     EACH: tl.constexpr = STEPS if GROUPS > 1 else 1
     APART: tl.constexpr = GROUP % 128 != 0 and GROUPS > 1
     token, n = tl.program_id(0), tl.program_id(1) * BN + tl.arange(0, BN)
     there, row = n < N, tl.minimum(n, N - 1)
-    held = ()  # all loads are issued before the first is used
+    experts = ()
+    shares = ()
     factors = ()
     for j in tl.static_range(TOP):
         expert = tl.load(chosen + token * TOP + j).to(tl.int64)
-        own, own_scales, own_zeros = codes + expert * (N * WORDS), scales + expert * SCALES, zeros + expert * SCALES
-        for step in tl.static_range(STEPS):
-            held += (_words(own, n, there, step, WORDS, T, WHOLE),)
+        experts += (expert,)
+        shares += (tl.load(weights + token * TOP + j).to(tl.float32),)
         for step in tl.static_range(EACH):
-            factors += (_factor(own_scales, own_zeros, row, step, T, NIBBLES, GROUP, GROUPS, ROWS, ZEROS, APART),)
+            at, zero = scales + expert * SCALES, zeros + expert * SCALES
+            factors += (_factor(at, zero, row, step, T, NIBBLES, GROUP, GROUPS, ROWS, ZEROS, APART),)
     before = tl.load(residual + token.to(tl.int64) * N + n, mask=there, other=0.0) if RESIDUAL else 0.0
+    if PDL:
+        gdc_wait()
+    held = ()  # all loads are issued before the first is used
+    for j in tl.static_range(TOP):
+        for step in tl.static_range(STEPS):
+            held += (_words(codes + experts[j] * (N * WORDS), n, there, step, WORDS, T, WHOLE),)
     total = tl.zeros([BN, T], tl.float32)
     for j in tl.static_range(TOP):
-        weight = tl.load(weights + token * TOP + j).to(tl.float32)
         source = h + (token * TOP + j).to(tl.int64) * K
         acc = tl.zeros([BN, T], tl.float32)
         for step in tl.static_range(STEPS):
@@ -188,7 +194,7 @@ def _quantised_few_down(
             acc += _sums(held[j * STEPS + step], inputs, factor, T, BN, NIBBLES, FP8, GROUPS, ZEROS, APART, ASM)
         if GROUPS == 1:
             acc *= factors[j][0]
-        total += acc * weight
+        total += acc * shares[j]
     out = rounded(tl.sum(total, 1), 0.0, before, y.dtype.element_ty, False, RESIDUAL)
     tl.store(y + token.to(tl.int64) * N + n, out, mask=there)
 
