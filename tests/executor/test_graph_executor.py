@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import nanovllm as nv
+from nanovllm import models
 from nanovllm.chunks.prefill import plain_request
 from nanovllm.config import Mesh
 from nanovllm.executor import attention_plans, cuda_graphs, graph_executor
@@ -18,6 +19,7 @@ from nanovllm.executor.batch import decode_batch
 from nanovllm.executor.captured_step import CapturedStep
 from nanovllm.executor.executor import Runtime
 from nanovllm.executor.graph_executor import GraphExecutor
+from nanovllm.executor.logits_graphs import LogitsGraphs
 from nanovllm.executor.prompt_buffers import PromptBuffers
 from nanovllm.executor.prompt_graphs import PromptGraphs
 from nanovllm.executor.row_tables import RowTables
@@ -540,3 +542,25 @@ def test_an_executor_frees_all_its_graphs(graphs: list[Call]) -> None:
     assert not any(graph.freed for graph in graphs)
     executor.free()
     assert all(graph.freed for graph in graphs)
+
+
+def test_graphs_of_logits_are_freed() -> None:
+    graphs, call = LogitsGraphs(MODEL, models.forward), Call(int)
+    known: Any = {(1, 1, 0, 0): (call, None, None, None)}
+    graphs._graphs = known
+    graphs.free()
+    assert call.freed
+
+
+def test_the_start_makes_no_graph_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled functions would be compiled again in the first step, and a model in training would keep what its gradients need."""
+    modes = set[bool]()
+
+    def forward(*given: Any) -> Any:
+        modes.add(torch.is_grad_enabled())
+        return models.forward(*given)
+
+    monkeypatch.setattr(graph_executor, "compiled_forward", lambda _: forward)
+    with torch.enable_grad():
+        started(MODEL, 30)
+    assert modes == {False}

@@ -1948,13 +1948,22 @@ MUTANTS: tuple[Mutant, ...] = (
     *bugs(
         "entrypoints/ranks/followers.py",
         ("tests/entrypoints/ranks/test_followers.py",),
-        ("an engine that ends keeps its graphs", "        self.free()", "        pass"),
-        ("graphs are freed under a call that replays them", "while self.lease.taken:", "while False:"),
+        ("an engine that ends keeps its graphs", "                self.free()", "                pass"),
+        (
+            "graphs are freed under a call that replays them",
+            "if holder is None:\n                self.free",
+            "if True:\n                self.free",
+        ),
     ),
     *bugs(
         "ops/distributed/process_group.py",
         ("tests/ops/distributed/test_process_group.py",),
-        ("whoever gives up waits for graphs", "self._ending.start()", "self._ending.run()"),
+        ("whoever gives up waits for graphs", "ending.start()", "ending.run()"),
+    ),
+    *bugs(
+        "executor/graph_executor.py",
+        ("tests/executor/test_graph_executor.py",),
+        ("the start records gradients", "@torch.no_grad()\n    def _warm_up", "def _warm_up"),
     ),
     *bugs(
         "executor/prompt_graphs.py",

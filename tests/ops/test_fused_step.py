@@ -145,7 +145,7 @@ def test_attention_interpreted(
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("splits", [8, 16, 32])
-@pytest.mark.parametrize(("heads", "head_dim"), [(3, 24), (16, 32)])
+@pytest.mark.parametrize(("heads", "head_dim"), [(3, 24), (12, 24), (16, 32)])
 def test_a_few_parts_and_many_are_merged_interpreted(heads: int, head_dim: int, splits: int) -> None:
     """Rows of 2 to 33 tiles of 8 tokens, on either side of the numbers of parts whose merge is compiled apart."""
     lens = [9, 64, 65, 128, 129, 260]

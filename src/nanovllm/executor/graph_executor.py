@@ -430,14 +430,17 @@ class GraphExecutor:
         assert self._loaded is not None and self._loaded[0].carry is carry
         return self._loaded
 
-    @torch.no_grad()
     @_on_device
     def free(self) -> None:
-        """Free the graphs, also those that still run. No step may follow. NCCL ends a group of ranks only when no graph has its sums."""
+        """Free the graphs but those of `captured`, also if they still run. No step may follow.
+
+        NCCL ends a group of ranks only when no graph has its sums.
+        """
         for graphs in (self._decode, self._extend, self._short, self._logits):
             if graphs is not None:
                 graphs.free()
 
+    @torch.no_grad()
     def _warm_up(
         self, model: Model, kv: KVState, limits: EngineConfig, warm: Params[Tensor], progress: bool | None, first: FirstStart
     ) -> None:

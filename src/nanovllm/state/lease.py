@@ -93,9 +93,10 @@ class Lease:
         self._holder = None
 
     @property
-    def taken(self) -> bool:
-        """Whether a call works on the device."""
-        return self._holder is not None
+    def holder(self) -> int | None:
+        """The thread whose call works on the device, or None. Of a dead engine: after None, no call will."""
+        with self._lock:
+            return self._holder
 
     def advance(self, epoch: int) -> int:
         """Take over the memory, after `check`, which donates every older state. Returns the new epoch."""

@@ -273,7 +273,8 @@ class Held:
 def test_giving_up_waits_for_no_graphs() -> None:
     """The caller may own them. Whoever frees them waits afterwards."""
     group: Any = ProcessGroup.__new__(ProcessGroup)
-    group.device, group._group, group._shared, group._ending = torch.device("cuda:0"), Held(), None, None
+    group.device, group._group, group._shared = torch.device("cuda:0"), Held(), None
+    group._ending, group._once = None, threading.Lock()
     assert group.given_up(0.0)
     began = time.monotonic()
     for _ in range(2):

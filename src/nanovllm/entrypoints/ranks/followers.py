@@ -29,6 +29,10 @@ ENDING = 2.0  # seconds in which a rank ends that was asked to
 SHOWN = 6  # last lines of a rank's stderr in an error
 
 
+def _nothing() -> None:
+    """Nothing is to be freed."""
+
+
 class Follower:
     """One process."""
 
@@ -82,7 +86,7 @@ class Followers:
         refusal: The error of a rank that could not start, or None.
         mesh: The group of all ranks, once they have joined it; None before, and if they join none.
         lease: The lease of rank 0's engine, which is told of the end; None while the engine is made.
-        free: Frees the graphs of rank 0's engine. `close` calls it unless a call still works on the device.
+        free: Frees the graphs of rank 0's engine. `close` calls it unless a call still replays them.
         number: The number of the newest call.
         busy: Whether rank 0 makes it now.
     """
@@ -95,7 +99,7 @@ class Followers:
         self.mesh: Mesh | None = None
         self._pid = os.getpid()
         self.lease: Lease | None = None
-        self.free: Callable[[], object] = lambda: None
+        self.free: Callable[[], object] = _nothing
         self.number, self.busy, self.ready, self.closing = 0, False, False, False
         self.beats, self.changed = Beats(size), threading.Condition()
         self.all = list[Follower]()
@@ -170,7 +174,7 @@ class Followers:
             left(self.mesh)
 
     def close(self) -> None:
-        """End all ranks but this one."""
+        """End all ranks but this one, the graphs of this one's engine, and the group."""
         if os.getpid() != self._pid:  # a copy in a forked process, which owns nothing
             return
         with self.changed:
@@ -184,26 +188,30 @@ class Followers:
             self.changed.notify_all()
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * GONE)  # it may wait for the exit code of one rank
-        self._free()
-        for one in self.all:
-            with suppress(OSError):
-                one.link.settimeout(TICK)
-                send(one.link, Kind.END)
-        self._end_processes()
+        try:
+            self._leave()
+        finally:
+            for one in self.all:
+                with suppress(OSError):
+                    one.link.settimeout(TICK)
+                    send(one.link, Kind.END)
+            self._end_processes()
 
-    def _free(self) -> None:
-        """Free the graphs, then end the group. NCCL's end of a group waits for graphs with its sums."""
+    def _leave(self) -> None:
+        """Free the graphs unless a call still replays them, and end the group. NCCL ends it only after the graphs with its sums."""
         if self.lease is None:
             return
         until = time.monotonic() + GONE
-        while self.lease.taken:
-            if time.monotonic() > until:
-                return
+        while (holder := self.lease.holder) is not None and holder != threading.get_ident() and time.monotonic() < until:
             time.sleep(TICK / 10)
-        self.free()
-        if self.mesh is not None:
-            left(self.mesh)
-            given_up(self.mesh, GONE)
+        with suppress(Exception):  # of a device that is broken, or of an interpreter that ends
+            if holder is None:
+                self.free()
+            if self.mesh is not None:
+                left(self.mesh)
+                if holder is None:
+                    given_up(self.mesh, GONE)
+        self.free = _nothing  # which holds the executor
 
     def _end_processes(self) -> None:
         self.closing = True

@@ -12,7 +12,7 @@ from nanovllm.entrypoints.ranks.followers import GRACE, Followers, died
 from nanovllm.entrypoints.ranks.settings import STARTING, Settings, begun, build
 from nanovllm.errors import EngineDeadError, NanoVLLMError
 from nanovllm.executor.distributed import opened_store
-from nanovllm.executor.executor import Executor, executor_of, runtime_of
+from nanovllm.executor.executor import executor_of, runtime_of
 from nanovllm.executor.graph_executor import GraphExecutor
 from nanovllm.models.model import Model
 from nanovllm.state.device_errors import message_of
@@ -127,17 +127,6 @@ class Leader:
                 self._followers.require_alive()
 
 
-def freeing(executor: Executor) -> Callable[[], object]:
-    """A function that frees the graphs of an executor, if it still exists and has graphs."""
-    known = weakref.ref(executor)
-
-    def free() -> None:
-        if isinstance(one := known(), GraphExecutor):
-            one.free()
-
-    return free
-
-
 def start(settings: Settings) -> tuple[Model, EngineState]:
     """Start the other ranks, and make the model and the engine of this one. Calls with its states are made on all ranks.
 
@@ -152,7 +141,9 @@ def start(settings: Settings) -> tuple[Model, EngineState]:
         store = opened_store() if settings.grouped else None
         followers.broadcast(Kind.GO, b"" if store is None else str(store.port).encode())
         model, state = build(settings, 0, store, lambda mesh: setattr(followers, "mesh", mesh))
-        followers.lease, followers.free = state.runtime.lease, freeing(executor_of(state))
+        followers.lease = state.runtime.lease
+        if isinstance(executor := executor_of(state), GraphExecutor):
+            followers.free = executor.free  # the executor does not refer to the leader, whose end calls this
         own = Outcome(number=0, digest=begun(state, whole=settings.whole))
         if any(one.digest != own.digest for one in followers.outcomes(0, STARTING)):
             raise died("the ranks have made different engines")

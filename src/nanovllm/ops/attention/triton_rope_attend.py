@@ -111,32 +111,37 @@ def _merge(
 
 @triton.jit
 def _merge_heads(part, stat, out, b, k, active, h, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr):
-    """Do as `_merge`, head by head."""
+    """Do as `_merge`, head by head, which takes fewer registers."""
     G: tl.constexpr = H // K
+    NEAR: tl.constexpr = min(G, max(1, MERGED // (SPLITS * h.shape[0])))  # heads at once  # pyright: ignore[reportAssignmentType]
     inside, j = h < D, tl.arange(0, SPLITS)
     on = j < active
-    tops = ()  # all loads are issued before the first is used: a store between them would delay them
-    sums = ()
-    parts = ()
-    for one in tl.static_range(G):
-        place = b * H * SPLITS + k * G + one + j * H
-        tops += (tl.load(stat + place * 2, mask=on, other=float("-inf")),)
-        sums += (tl.load(stat + place * 2 + 1, mask=on, other=0.0),)
-        parts += (tl.load(part + place[:, None] * D + h[None, :], mask=on[:, None] & inside[None, :], other=0.0),)
-    for one in tl.static_range(G):
-        shares = tl.exp2(tops[one] - tl.max(tops[one], 0))
-        result = tl.sum(parts[one] * shares[:, None], 0) / tl.sum(sums[one] * shares, 0)
-        tl.store(out + (b * H + k * G + one) * D + h, result.to(out.dtype.element_ty), mask=inside)
+    for lead in tl.static_range(0, G, NEAR):
+        tops = ()  # all loads are issued before the first is used: a store between them would delay them
+        sums = ()
+        parts = ()
+        for one in tl.static_range(lead, lead + NEAR):
+            place = b * H * SPLITS + k * G + one + j * H
+            valid = on & (one < G)
+            tops += (tl.load(stat + place * 2, mask=valid, other=float("-inf")),)
+            sums += (tl.load(stat + place * 2 + 1, mask=valid, other=0.0),)
+            parts += (tl.load(part + place[:, None] * D + h[None, :], mask=valid[:, None] & inside[None, :], other=0.0),)
+        for near in tl.static_range(NEAR):
+            shares = tl.exp2(tops[near] - tl.max(tops[near], 0))
+            result = tl.sum(parts[near] * shares[:, None], 0) / tl.sum(sums[near] * shares, 0)
+            to = out + (b * H + k * G + lead + near) * D + h
+            tl.store(to, result.to(out.dtype.element_ty), mask=inside & (lead + near < G))
 
 
 @triton.jit
 def _finish(
     highest, total, mixed, part, stat, count, out, b, k, split, active, h, m, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
-    SPLITS: tl.constexpr, GP: tl.constexpr,
+    SPLITS: tl.constexpr, GP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Store a program's result. If the row is split, store a partial result; the last program of a head and row to finish merges.
 
-    Few partial results are merged as few: of a short row, those of all heads have room in registers at once.
+    Few partial results are merged as few: of a short row, those of all heads have room in registers at once. Programs with STAGES, which
+    are for long rows, are left the registers.
     """
     G: tl.constexpr = H // K
     head, inside, used = k * G + m, h < D, m < G
@@ -151,12 +156,14 @@ def _finish(
         tl.store(stat + (first + split * H) * 2 + 1, total, mask=used)
         tl.debug_barrier()
         if tl.atomic_add(count + b * K + k, 1, sem="acq_rel") == active - 1:
-            if SPLITS <= FEW and G <= FEW_HEADS:
+            if STAGES > 0 or (SPLITS <= FEW and G <= FEW_HEADS):
                 _merge_heads(part, stat, out, b, k, active, h, H, K, D, SPLITS)
             elif SPLITS <= FEW:
                 _merge(part, stat, out, b, k, active, h, H, K, D, SPLITS, SPLITS, GP)
             elif active <= FEW:
                 _merge(part, stat, out, b, k, active, h, H, K, D, SPLITS, FEW, GP)
+            elif SPLITS <= 2 * FEW:
+                _merge(part, stat, out, b, k, active, h, H, K, D, SPLITS, SPLITS, GP)
             elif active <= SPLITS // 2:
                 _merge(part, stat, out, b, k, active, h, H, K, D, SPLITS, SPLITS // 2, GP)
             else:
@@ -329,7 +336,7 @@ def _rope_attend(
                 keys, values, key_scales, value_scales = next_keys, next_values, next_ks, next_vs
         if PAIRS:
             mixed = whole(mixed, odd, M, DP)
-        _finish(highest, total, mixed, part, stat, count, out, b, k, split, active, h, m, H, K, D, SPLITS, GP)
+        _finish(highest, total, mixed, part, stat, count, out, b, k, split, active, h, m, H, K, D, SPLITS, GP, STAGES)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any
 
 import torch
@@ -57,6 +57,7 @@ class ProcessGroup(Group):
         self._group: Any = group
         self._store = store
         self._ending: Thread | None = None
+        self._once = Lock()
         self._shared = None
         if device.type != "cpu":
             shared = share_memory(group, device)
@@ -181,22 +182,25 @@ class ProcessGroup(Group):
         """End all waits for other ranks, now and later. Any thread may call this when it finds that a rank has gone.
 
         NCCL ends its kernels at once, but the call returns only when no graph has its sums, and the caller may own the graphs. So a
-        thread of its own makes it.
+        separate thread makes this call.
         """
         if self._shared is not None:
             self._shared.failed.numpy()[0] = 1
         if self.device.type == "cpu":
             _abort(self._group)
-        elif self._ending is None:
-            self._ending = Thread(target=_abort, args=(self._group,), daemon=True, name="nanovllm-abort")
-            self._ending.start()
+            return
+        with self._once:
+            if self._ending is None:
+                ending = Thread(target=_abort, args=(self._group,), daemon=True, name="nanovllm-abort")
+                ending.start()
+                self._ending = ending
 
     def given_up(self, seconds: float) -> bool:
         """Wait at most so long for the end of the group, if `give_up` was called. Returns whether it has ended."""
-        if self._ending is None:
+        if (ending := self._ending) is None:
             return True
-        self._ending.join(seconds)
-        return not self._ending.is_alive()
+        ending.join(seconds)
+        return not ending.is_alive()
 
     def release(self) -> None:
         """Let go of the group. Its threads must end before the interpreter does, which aborts the process otherwise."""

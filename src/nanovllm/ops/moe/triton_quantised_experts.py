@@ -4,9 +4,10 @@ The forms are those of `triton_experts`, whose `_sort` and `_combine` they use. 
 expert's codes by itself; a thread sums the products of its codes in float32, as in `triton_quantised_few`. For many tokens, blocks of pairs
 of one expert run on tensor cores; the codes are the left factor and become numbers in registers, as in `triton_quantised_many`.
 
-Kernels start while the kernel before them still runs (programmatic dependent launch), and wait for it before they read codes. The first
-of a call starts the second one only after the routing, so the second one reads the routing, its scales and the residual before it waits.
-For few tokens, codes that are read while the first product still runs slow it down by as much as they gain.
+Kernels start while the kernel before them still runs (programmatic dependent launch), and wait for it before they read codes. For few
+tokens, the first product lets the second one start only after the routing has ended. So the second one reads the routing, its scales and
+the residual before it waits. Codes that it reads while the first product still runs slow that down by as much as they gain. For many
+tokens, the second product reads its table before it waits.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
@@ -171,13 +172,13 @@ def _quantised_few_down(
     shares = ()
     factors = ()
     for j in tl.static_range(TOP):
-        expert = tl.load(chosen + token * TOP + j).to(tl.int64)
+        expert = tl.load(chosen + token * TOP + j, cache_modifier=".cg").to(tl.int64)
         experts += (expert,)
-        shares += (tl.load(weights + token * TOP + j).to(tl.float32),)
+        shares += (tl.load(weights + token * TOP + j, cache_modifier=".cg").to(tl.float32),)
         for step in tl.static_range(EACH):
             at, zero = scales + expert * SCALES, zeros + expert * SCALES
             factors += (_factor(at, zero, row, step, T, NIBBLES, GROUP, GROUPS, ROWS, ZEROS, APART),)
-    before = tl.load(residual + token.to(tl.int64) * N + n, mask=there, other=0.0) if RESIDUAL else 0.0
+    before = tl.load(residual + token.to(tl.int64) * N + n, mask=there, other=0.0, cache_modifier=".cg") if RESIDUAL else 0.0
     if PDL:
         gdc_wait()
     held = ()  # all loads are issued before the first is used
