@@ -211,7 +211,7 @@ class Followers:
                 left(self.mesh)
                 if holder is None:
                     given_up(self.mesh, GONE)
-        self.free = _nothing  # which holds the executor
+        self.free = _nothing  # the method that was there holds the executor
 
     def _end_processes(self) -> None:
         self.closing = True
