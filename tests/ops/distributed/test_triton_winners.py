@@ -57,10 +57,11 @@ def test_nan_gives_some_id_of_the_row_on_all_ranks() -> None:
 
 def test_a_host_that_gives_up_ends_the_wait() -> None:
     from nanovllm.ops.distributed import triton_winners
-    from nanovllm.ops.distributed.shared_memory import Shared
+    from nanovllm.ops.distributed.shared_memory import END, GIVEN_UP, WORDS, Shared
 
-    memories = [torch.zeros(2, dtype=torch.int64) for _ in range(2)]
+    memories = [torch.zeros(END, dtype=torch.uint8) for _ in range(2)]  # whole: a launch that waits in vain notes it near the end
     table = torch.tensor([memory.data_ptr() for memory in memories])
     shared = Shared(rank=0, size=2, memory=memories[0], table=table, peers=(), failed=torch.ones(1, dtype=torch.int32), handle=None)
-    out = triton_winners.winners(torch.tensor([[5.0]]), torch.tensor([[4]], dtype=torch.int32), shared, 0)
+    out = triton_winners.winners(torch.tensor([[5.0]]), torch.tensor([[4]], dtype=torch.int32), shared, WORDS)
     assert out.item() == 4 and shared.failed.item() == 1
+    assert memories[0][GIVEN_UP:].view(torch.int32)[0] == 1 and not memories[1][GIVEN_UP:].any(), "its own memory, not the other's"
