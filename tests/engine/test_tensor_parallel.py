@@ -10,6 +10,7 @@ import torch
 
 import nanovllm as nv
 from nanovllm.config import Mesh
+from nanovllm.engine import init_state
 from nanovllm.models import REGISTRY
 from nanovllm.ops.distributed.in_process import ThreadGroup, run_ranks
 from nanovllm.testing.models import random_model, tiny_config
@@ -187,6 +188,17 @@ def test_the_pool_is_as_large_as_its_heads() -> None:
     config = tiny_config()
     pools = run_ranks(lambda mesh: nv.init_state(random_model(config, mesh=mesh), num_pages=8).kv.pools[0].shape, 2)
     assert [tuple(shape) for shape in pools] == [(2, 9, 2, 1, 16, 16)] * 2
+
+
+def test_gpus_of_unlike_memory_run_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks take the lower of the defaults of their GPUs."""
+    defaults = iter([8192, 4096])
+    monkeypatch.setattr(init_state, "default_tokens", lambda _: next(defaults))
+
+    def tokens(mesh: Mesh) -> int:
+        return nv.init_state(random_model(tiny_config(), mesh=mesh), num_pages=8).config.max_num_batched_tokens
+
+    assert run_ranks(tokens, 2) == [4096, 4096]
 
 
 def test_a_rank_that_fails_ends_the_others() -> None:

@@ -150,6 +150,27 @@ def test_ranks_capture_more_of_their_share(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.unhooked  # CUDA graphs have a stand-in
+def test_ranks_on_unlike_gpus_capture_the_same_prompts_and_replay_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise one rank would run the sums of a graph while another runs those of launches."""
+    limits = replace(LIMITS, max_num_batched_tokens=8192)
+
+    def flops(model: nv.Model) -> float:
+        assert model.config.mesh is not None
+        return 2e3 * weights_of(model) / (1 + model.config.mesh.rank)
+
+    def bound(mesh: Mesh) -> float:
+        model = random_model(tiny_config(), mesh=mesh)
+        return PromptGraphs(model, limits, [], registry.forward, warm=model.params)._flops_while_launching
+
+    monkeypatch.setattr(prompt_graphs, "_flops_while_launching", flops)
+    first, second = run_ranks(lambda mesh: prompt_kinds(random_model(tiny_config(), mesh=mesh), limits), 2)
+    assert first == second and first[-1].tokens == 384
+    with without_cuda():
+        lower, same = run_ranks(bound, 2)
+    assert lower == same
+
+
+@pytest.mark.unhooked  # CUDA graphs have a stand-in
 def test_prompts_far_behind_others_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashInfer's attention is faster than that of the graphs, which shows once attention is most of the work."""
     model, limits = random_model(tiny_config()), replace(LIMITS, num_pages=600, max_model_len=1024, max_num_seqs=4)

@@ -249,6 +249,16 @@ MUTANTS: tuple[Mutant, ...] = (
             "counts @ (counts - counts // 2)",
         ),
         ("experts count as far as they are stored", "* (routed if stacked else 1.0)", "* 1.0"),
+        (
+            "ranks capture what suits their own GPU",
+            "(most,) = least(model.config.mesh, [min(limits.max_num_batched_tokens, _most_tokens(model))])",
+            "most = min(limits.max_num_batched_tokens, _most_tokens(model))",
+        ),
+        (
+            "ranks replay what suits their own GPU",
+            "(self._flops_while_launching,) = least(model.config.mesh, [int(_flops_while_launching(model))])",
+            "self._flops_while_launching = int(_flops_while_launching(model))",
+        ),
         ("one rank alone counts as several", "return mesh is not None and mesh.size > 1", "return mesh is not None"),
     ),
     *bugs(

@@ -151,13 +151,15 @@ def init_state(
     require_step_ms(max_step_ms)
     if max_step_ms is not None and max_prefill_tokens is not None:
         raise InvalidRequestError(f"max_step_ms={max_step_ms!r} with max_prefill_tokens={max_prefill_tokens!r}: set only one of the two")
+    if max_num_batched_tokens is None:
+        (max_num_batched_tokens,) = least(config.mesh, [default_tokens(model.device)])
     limits = EngineConfig(
         num_pages=1 if num_pages is None else num_pages,
         num_frames=1 if num_frames is None and config.widest_window else num_frames or 0,
         page_size=page_size,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=default_tokens(model.device) if max_num_batched_tokens is None else max_num_batched_tokens,
+        max_num_batched_tokens=max_num_batched_tokens,
         seed=seed,
         max_prefill_tokens=max_prefill_tokens,
         kv_dtype=kv_dtype,

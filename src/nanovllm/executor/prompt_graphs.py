@@ -15,6 +15,7 @@ from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.executor.batch import HostBatch, sample_prompts
 from nanovllm.executor.captured_step import recorded
 from nanovllm.executor.compiled import all_fused
+from nanovllm.executor.distributed import least
 from nanovllm.executor.executor import Forward
 from nanovllm.executor.prompt_buffers import PromptBuffers, PromptKind, prompt_tables
 from nanovllm.models.common.params import Params
@@ -48,10 +49,10 @@ class CapturedPrompts:
 
 
 def prompt_kinds(model: Model, limits: EngineConfig, choice: FastChoice | None) -> list[PromptKind]:
-    """The kinds that get a graph, ascending; none if not all layers are fused."""
+    """The kinds that get a graph, ascending; none if not all layers are fused. Ranks call this at the same time, and find the same."""
     if not all_fused(model, choice):
         return []
-    most = min(limits.max_num_batched_tokens, _most_tokens(model))
+    (most,) = least(model.config.mesh, [min(limits.max_num_batched_tokens, _most_tokens(model))])
     few, wide = min(FEW_ROWS, limits.max_num_seqs), limits.max_num_seqs
     every = (*SIZES, *LARGE_SIZES) if _shared(model) else SIZES
     sizes = [size for size in every if size <= most and limits.max_model_len > 1]
@@ -115,7 +116,7 @@ class PromptGraphs:
         self.kinds = kinds
         self._model, self._limits, self._forward, self._warm = model, limits, forward, warm
         self._config = in_parts(model.config)
-        self._flops_while_launching = _flops_while_launching(model)
+        (self._flops_while_launching,) = least(model.config.mesh, [int(_flops_while_launching(model))])  # GPUs may differ
         self._tables = prompt_tables(model.config, limits, model.device)
         self._logits: Float[Tensor, "R V"] | None = None
         self._steps: dict[PromptKind, CapturedPrompts] = {}
