@@ -7,14 +7,16 @@ import torch.nn.functional as F
 
 from nanovllm.types import Tensor
 
-ROWS = 8  # rows are padded to a multiple of this number
+ROWS = 16  # rows are padded to a multiple of this number
 AT_ONCE = 1 << 20  # numbers of a weight that become float32 at the same time: 4 MiB stay in the processor's caches
 PIECE = 64  # outputs of a part of a weight are a multiple of this number: rows of other sizes round in another order
 HALVES = (torch.bfloat16, torch.float16)
 
 
 def padded_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute `x @ weight.T + bias` over rows padded to a multiple of 8: a product of few rows would round in another order.
+    """Compute `x @ weight.T + bias` over rows padded to a multiple of 16: a product of few rows would round in another order.
+
+    Processors differ in how many rows are few: 8 rows are enough for most, but not for all with AVX-512.
 
     Torch multiplies bfloat16 and float16 one number at a time on a processor with AVX2 alone. There the product is taken in float32, which
     is 2 times as fast with 8 rows and 8 times with many, and rounded once.
