@@ -94,8 +94,17 @@ def prompt_ways(engine: Engine, rounds: int = 5) -> dict[str, float]:
     return {way: round(statistics.median(each), 2) for way, each in found.items()}
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run the command line."""
+def main(
+    arguments: list[str] | None = None, make: Callable[[], Mesh] = make_mesh, share: str | None = None, layers: int | None = None
+) -> None:
+    """Run the command line.
+
+    Args:
+        arguments: Its words; None: those of the process.
+        make: What makes the mesh.
+        share: How the command begins that is recorded, if only one rank of the mesh is there. None: `torchrun` has started all.
+        layers: The first layers of the model, so many; None: all.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="qwen3-8b", help="the shape (default: %(default)s)")
     parser.add_argument("--quantization", choices=KINDS, help="round the matrices to 8 or 4 bits")
@@ -108,17 +117,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, help="write the result to this JSON file")
     options = parser.parse_args(arguments)
     begin = time.perf_counter()
-    mesh = make_mesh()
+    mesh = make()
     group = mesh.owner
     assert isinstance(group, ProcessGroup)
     device = group.device
-    figures: dict[str, Any] = {"gpus": mesh.size}
+    figures: dict[str, Any] = {"gpus": mesh.size} if share is None else {"gpus": 1, "share_of": mesh.size}
     if options.sums:
         figures |= {"all_reduce_us": all_reduce_times(mesh, group), "pushed_bytes": group.pushed, "pushed_rows_bytes": group.pushed_rows}
         if not mesh.rank:
             print(json.dumps(figures, indent=1), flush=True)
         return _leave()
-    model = random_weights(options.model, device=device, quantization=options.quantization, mesh=mesh)
+    model = random_weights(options.model, device=device, quantization=options.quantization, mesh=mesh, layers=layers)
     loaded = time.perf_counter()
     ceiling = measure_ceiling(device, model.dtype)  # before the engine takes the memory
     began = time.perf_counter()
@@ -144,7 +153,8 @@ def main(arguments: list[str] | None = None) -> None:
             return
         print(line or json.dumps(figures), flush=True)
         if options.output is not None:
-            command = f"torchrun --nproc-per-node {mesh.size} benchmarks/gpus.py --model {options.model}"
+            command = share or f"torchrun --nproc-per-node {mesh.size} benchmarks/gpus.py"
+            command += f" --model {options.model}"
             command += "" if options.which == WHICH else f" --which {options.which}"
             command += "" if options.quantization is None else f" --quantization {options.quantization}"
             options.output.write_text(json.dumps(record(model, figures, command, options.commit), indent=1) + "\n")
@@ -166,9 +176,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _leave() -> None:
     gc.collect()  # NCCL waits for the end of graphs that use it
-    torch.cuda.synchronize()
-    dist.barrier()
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        torch.cuda.synchronize()
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

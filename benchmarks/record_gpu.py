@@ -56,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts that were asked for. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     named = ", ".join(name for name, part in PARTS.items() if part.by_name)
-    names = f"of {', '.join(PARTS)}; {', '.join(GROUPS)} stand for the figures of so many cards (default: all but {named})"
+    groups = f"{', '.join(GROUPS)} stand for the figures of so many cards, or of one of so many ranks"
+    names = f"of {', '.join(PARTS)}; {groups} (default: all but {named})"
     parser.add_argument("--parts", type=chosen_parts, metavar="NAME,...", help=names)
     parser.add_argument("--cards", type=int, metavar="N", help="GPUs to use (default: all that torch sees)")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/out"), metavar="FOLDER", help="for results (default: %(default)s)")

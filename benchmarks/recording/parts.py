@@ -38,6 +38,12 @@ def ranks(name: str, cards: int, model: str, *more: str, limit: float = 400, by_
     return Part(f"{name}-x{cards}", command, limit, cards, by_name=by_name)
 
 
+def share(name: str, of: int, model: str, *more: str) -> Part:
+    """A part that runs the share of one of several ranks on one card."""
+    command = (*PYTHON, "benchmarks.rank_share", "--ranks", str(of), "--model", model, *more)
+    return Part(f"{name}-of-{of}", command, 400, by_name=True)
+
+
 def faults(name: str, cards: int, ranks: int) -> Part:
     """A part that hurts ranks. With cards for two engines, it hurts one of two."""
     return Part(name, (*PYTHON, "benchmarks.rank_faults", *SMALL, "--tensor-parallel-size", str(ranks)), 400, cards)
@@ -86,6 +92,8 @@ LIST = (
     ranks("70b", 2, "llama-3.3-70b", by_name=True),  # needs cards of more than 80 GB
     ranks("235b-fp8", 2, "qwen3-235b-a22b", "--quantization", "fp8", limit=600, by_name=True),  # needs cards of some 140 GB
     faults("rank-faults", 2, ranks=2),
+    *(share(name, of, model) for of in (4, 8) for name, model in (("8b", "qwen3-8b"), ("32b", "qwen3-32b"), ("70b", "llama-3.3-70b"))),
+    *(share("235b-fp8", of, "qwen3-235b-a22b", "--quantization", "fp8") for of in (4, 8)),
     TESTS,
     tune("tune-0.6b", *SMALL),
     tune("tune-0.6b-fp8", *SMALL, "--quantization", "fp8"),
@@ -123,7 +131,8 @@ LIST = (
     script("soak", "benchmarks.soak", *SMALL, "--minutes", "10", limit=780, quiet=True),
 )
 PARTS: Mapping[str, Part] = MappingProxyType({part.name: part for part in LIST})
-# The figures of so many cards, in one word.
+# The figures of so many cards, and those of the shares of one of so many ranks, in one word.
 GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {f"x{cards}": tuple(part.name for part in LIST if part.cards == cards and part.figures) for cards in (2, 4, 8)}
+    | {f"of-{ranks}": tuple(part.name for part in LIST if part.name.endswith(f"-of-{ranks}")) for ranks in (4, 8)}
 )

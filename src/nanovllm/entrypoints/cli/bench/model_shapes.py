@@ -146,20 +146,28 @@ def random_weights(
     quantize_head: bool = False,
     fp8_activations: bool = False,
     mesh: Mesh | None = None,
+    layers: int | None = None,
 ) -> Model:
     """A model of one of `SHAPES` with random weights and without a tokenizer.
 
     It is rounded as `load_model` rounds, one matrix after another: the memory need not hold all weights before they are rounded. Ranks get
-    their parts of the rounded matrices.
+    their parts of the rounded matrices. With `layers` it has so many of its layers, the first.
     """
+    config = SHAPES[name] if layers is None else _first(SHAPES[name], layers)
     rounding = require_rounding(quantization, quantize_head)
     rounded = None if rounding is None else partial(quantise, kind=rounding.kind)
-    model = random_model(f"{name} (random weights)", SHAPES[name], device=device, dtype=dtype, seed=seed, mesh=mesh, rounded=rounded)
+    model = random_model(f"{name} (random weights)", config, device=device, dtype=dtype, seed=seed, mesh=mesh, rounded=rounded)
     require_fp8_products(fp8_activations, model.device, model.dtype)
     if rounding is not None:
         params, mark = rounded_head(model.params, rounding), rounding.mark(model.fingerprint)
         model = replace(model, params=params, fingerprint=mark, quantization=rounding.summary)
     return with_fp8_activations(model) if fp8_activations else model
+
+
+def _first(config: ModelConfig, layers: int) -> ModelConfig:
+    """The config of a model of the first layers."""
+    moe = config.moe and replace(config.moe, layers=tuple(layer for layer in config.moe.layers if layer < layers))
+    return replace(config, num_layers=layers, windows=config.windows[:layers], moe=moe)
 
 
 def random_model(
