@@ -120,8 +120,19 @@ EXPERTS: list[tuple[Kind, int | None, int, bool]] = [
 ]  # fmt: skip
 
 
+QWEN, MIXTRAL = (8, 128, 2048, 768), (2, 8, 4096, 14336)
+ON = [
+    (90, *QWEN),
+    (90, *MIXTRAL),
+    (86, *QWEN),
+    pytest.param(86, *MIXTRAL, marks=pytest.mark.long),
+    pytest.param(80, *QWEN, marks=pytest.mark.long),
+    pytest.param(80, *MIXTRAL, marks=pytest.mark.long),
+]
+
+
 @pytest.mark.parametrize("form", EXPERTS)
-@pytest.mark.parametrize(("k", "num", "width", "inner"), [(8, 128, 2048, 768), (2, 8, 4096, 14336)])
+@pytest.mark.parametrize(("compiled", "k", "num", "width", "inner"), ON, indirect=["compiled"])
 def test_experts(compiled: Compiled, k: int, num: int, width: int, inner: int, form: tuple[Kind, int | None, int, bool]) -> None:  # noqa: F811
     """At the sizes of Qwen3-30B-A3B and Mixtral-8x7B, without memory for the weights."""
     from nanovllm.ops.moe import triton_quantised_experts
