@@ -122,6 +122,7 @@ def main(
     assert isinstance(group, ProcessGroup)
     device = group.device
     figures: dict[str, Any] = {"gpus": mesh.size} if share is None else {"gpus": 1, "share_of": mesh.size}
+    figures |= {} if layers is None else {"layers": layers}
     if options.sums:
         figures |= {"all_reduce_us": all_reduce_times(mesh, group), "pushed_bytes": group.pushed, "pushed_rows_bytes": group.pushed_rows}
         if not mesh.rank:

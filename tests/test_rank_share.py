@@ -48,9 +48,13 @@ def test_sums_have_one_part_and_columns_are_those_of_this_rank() -> None:
 
 
 @pytest.mark.interpret
-def test_launches_over_memory_of_one_rank_wait_for_nobody() -> None:
+def test_launches_over_memory_of_one_rank_wait_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton.language as tl
+
     from nanovllm.ops.distributed import triton_meetings, triton_pushes, triton_winners
 
+    for module in (triton_meetings, triton_pushes, triton_winners):
+        monkeypatch.setattr(module, "SPINS", tl.constexpr(3000))  # a launch that waits fails
     shared, x, y = own_memory(CPU), torch.randn(2, 256), torch.randn(2, 256)
     for _ in range(3):  # the two places in turn
         assert torch.equal(triton_pushes.pushed(y, x, shared, False), x + y)
@@ -70,6 +74,9 @@ def test_the_first_layers_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert model.config.num_layers == len(model.params.layers) == 2
     assert model.config.moe is not None and model.config.moe.layers == (1,)
     assert random_weights("small", device=CPU).config.num_layers == 3
+    for count in (0, 4):
+        with pytest.raises(nv.InvalidRequestError, match="1 to 3"):
+            random_weights("small", device=CPU, layers=count)
 
 
 def test_the_command_measures_a_share(monkeypatch: pytest.MonkeyPatch) -> None:

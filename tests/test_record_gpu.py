@@ -76,6 +76,7 @@ def test_no_two_parts_write_the_same_file() -> None:
 
 def test_groups_are_figures_of_so_many_cards() -> None:
     assert GROUPS["x2"] == ("8b-x2", "32b-x2", "70b-x2", "235b-fp8-x2", "rank-faults") and "235b-fp8-x8" in GROUPS["x8"]
+    assert GROUPS["of-8"] == ("8b-of-8", "32b-of-8", "70b-of-8", "235b-fp8-of-8") and len(GROUPS["of-4"]) == 4
     assert [part.name for part in record_gpu.chosen_parts("tests,x4,8b-x4")] == ["tests", *GROUPS["x4"]]
 
 

@@ -38,10 +38,10 @@ def ranks(name: str, cards: int, model: str, *more: str, limit: float = 400, by_
     return Part(f"{name}-x{cards}", command, limit, cards, by_name=by_name)
 
 
-def share(name: str, of: int, model: str, *more: str) -> Part:
+def share(name: str, of: int, model: str, *more: str, limit: float = 400) -> Part:
     """A part that runs the share of one of several ranks on one card."""
     command = (*PYTHON, "benchmarks.rank_share", "--ranks", str(of), "--model", model, *more)
-    return Part(f"{name}-of-{of}", command, 400, by_name=True)
+    return Part(f"{name}-of-{of}", command, limit, by_name=True)
 
 
 def faults(name: str, cards: int, ranks: int) -> Part:
@@ -93,7 +93,7 @@ LIST = (
     ranks("235b-fp8", 2, "qwen3-235b-a22b", "--quantization", "fp8", limit=600, by_name=True),  # needs cards of some 140 GB
     faults("rank-faults", 2, ranks=2),
     *(share(name, of, model) for of in (4, 8) for name, model in (("8b", "qwen3-8b"), ("32b", "qwen3-32b"), ("70b", "llama-3.3-70b"))),
-    *(share("235b-fp8", of, "qwen3-235b-a22b", "--quantization", "fp8") for of in (4, 8)),
+    *(share("235b-fp8", of, "qwen3-235b-a22b", "--quantization", "fp8", limit=600) for of in (4, 8)),
     TESTS,
     tune("tune-0.6b", *SMALL),
     tune("tune-0.6b-fp8", *SMALL, "--quantization", "fp8"),

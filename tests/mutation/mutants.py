@@ -1969,6 +1969,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "ops/distributed/process_group.py",
         ("tests/ops/distributed/test_process_group.py",),
         ("whoever gives up waits for graphs", "ending.start()", "ending.run()"),
+        ("unlike GPUs share memory", "bool(one[0]) and torch.equal(one, ranks[0])", "bool(one[0])"),
+        ("memory that no rank reaches is shared", "bool(one[0]) and torch.equal", "torch.equal"),
     ),
     *bugs(
         "executor/graph_executor.py",

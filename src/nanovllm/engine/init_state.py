@@ -68,7 +68,7 @@ def init_state(
         max_model_len: The maximum number of tokens of a prompt and its reply together. None: the model's own limit.
         max_num_seqs: The maximum number of requests that run at the same time.
         max_num_batched_tokens: The maximum number of tokens of one step. Longer prompts are prefilled in pieces. None: 8,192, or 16,896 on
-            a GPU of 64 GiB or more.
+            a GPU of 64 GiB or more; of several ranks all take the least.
         max_step_ms: About how many milliseconds a step may take while replies go on, so that they need not wait long for their next
             tokens. The engine measures at its start how many prompt tokens that allows, and how much longer tokens take that have many
             others before them. While no reply goes on, prompts fill whole steps. None, or infinity: no bound.

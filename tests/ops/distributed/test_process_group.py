@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import nanovllm as nv
 from nanovllm.ops.distributed.group import joined, summed
-from nanovllm.ops.distributed.process_group import ProcessGroup
+from nanovllm.ops.distributed.process_group import ProcessGroup, all_alike
 from nanovllm.ops.sampling.draw import draw, highest
 
 pytestmark = pytest.mark.unhooked  # the processes are not hooked anyway
@@ -67,6 +67,14 @@ def run_ranks(program: str, size: int, *arguments: str) -> list[subprocess.Compl
     ]
     ended = [process.communicate(timeout=600) for process in started]
     return [subprocess.CompletedProcess([], p.returncode, *told) for p, told in zip(started, ended, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shares"),
+    [([[1, 9, 0]] * 3, True), ([[1, 9, 0], [0, 9, 0]], False), ([[0, 9, 0]] * 2, False), ([[1, 9, 0], [1, 8, 6]], False)],
+)
+def test_ranks_share_memory_if_all_reach_it_and_have_gpus_of_one_kind(ranks: list[list[int]], shares: bool) -> None:
+    assert all_alike([torch.tensor(rank) for rank in ranks]) == shares
 
 
 def test_a_program_of_two_processes(tmp_path: Path) -> None:

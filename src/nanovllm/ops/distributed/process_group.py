@@ -19,7 +19,7 @@ import torch.distributed as dist
 from nanovllm.config import Mesh
 from nanovllm.errors import EngineDeadError, InvalidRequestError
 from nanovllm.ops.attention.plan_table import register
-from nanovllm.ops.backends import dependent_launch
+from nanovllm.ops.backends import capability, dependent_launch
 from nanovllm.ops.distributed.group import Group, joined, side_by_side, summed, winners_of_pairs
 from nanovllm.ops.distributed.shared_memory import (
     ADDED,
@@ -61,8 +61,7 @@ class ProcessGroup(Group):
         self._shared = None
         if device.type != "cpu":
             shared = share_memory(group, device)
-            every = self._gathered(torch.tensor([shared is not None], dtype=torch.uint8))
-            self._shared = shared if all(every) else None
+            self._shared = shared if all_alike(self._gathered(torch.tensor([shared is not None, *capability(device)]))) else None
         self.pushed, self.pushed_rows = PUSHED // self.size, PUSHED_ROWS // self.size
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -231,6 +230,14 @@ class ProcessGroup(Group):
                 raise
             first = (str(error).splitlines() or [""])[0]
             raise EngineDeadError(f"rank {self.rank} of {self.size} cannot reach the others: {first}") from error
+
+
+def all_alike(ranks: list[Tensor]) -> bool:
+    """Whether all ranks reach each other's memory, and have GPUs of one compute capability: `[reached, major, minor]` of each.
+
+    On unlike GPUs the ranks would choose unlike kernels, whose sums use other parts of that memory.
+    """
+    return all(bool(one[0]) and torch.equal(one, ranks[0]) for one in ranks)
 
 
 def _abort(group: Any) -> None:

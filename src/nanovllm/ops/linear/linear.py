@@ -19,8 +19,8 @@ def linear(
 
     On a CPU, a row's result has the same bits whatever the other rows are, and whatever their number. This holds in float32 and bfloat16 if
     both sizes are multiples of 16. Because a product of few rows would round in another order, rows are padded to a multiple of 16.
-    There are two exceptions, because the libraries below torch order their sums by the number of rows: with several threads products of
-    more than 64 rows, and on a processor with AMX products in bfloat16 of 1,024 inputs or more.
+    There are two exceptions, because the libraries below torch order the sums of more rows in another way (measured with torch 2.13): with
+    several threads more than 48 rows, and in bfloat16 on a processor with AMX more than 32.
     """
     if isinstance(weight, QuantisedMatrix):
         return quantised_linear(x, weight, bias)

@@ -19,7 +19,7 @@ def padded_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     Processors differ in how many rows are few: 8 rows are enough for most, but not for all with AVX-512.
 
     Torch multiplies bfloat16 and float16 one number at a time on a processor with AVX2 alone. There the product is taken in float32, which
-    is 2 times as fast with 8 rows and 8 times with many, and rounded once.
+    is 2 times as fast with few rows and 8 times with many, and rounded once.
     """
     missing = -x.shape[0] % ROWS
     rows = F.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()

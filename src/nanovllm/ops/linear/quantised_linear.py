@@ -25,9 +25,10 @@ def quantised_linear(
 
     Nothing is written in place. Schema: `nanovllm::quantised_linear(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? order,
     Tensor? bias, int columns, int group, int rows, bool fp8_activations) -> Tensor`. The reference dequantises the matrix to the dtype of
-    `x` and calls `torch.nn.functional.linear`. On a CPU the bits of a row do not depend on the other rows, and C computes the product if
-    there is a compiler, `x` is float32 or bfloat16, and a group is a multiple of 32 columns or a whole row. On a GPU with Triton, kernels
-    read the codes, in bfloat16 and float16. Both agree with the reference within the rounding of the dtype of `x`.
+    `x` and calls `torch.nn.functional.linear`. On a CPU C computes the product if there is a compiler, `x` is float32 or bfloat16, and
+    a group is a multiple of 32 columns or a whole row. Then the bits of a row do not depend on the other rows; else this is as in `linear`.
+    On a GPU with Triton, kernels read the codes, in bfloat16 and float16. Both agree with the reference within the rounding of the dtype
+    of `x`.
 
     Args:
         x: The activations, `[T, K]`.

@@ -152,6 +152,9 @@ def random_weights(
 
     It is rounded as `load_model` rounds, one matrix after another: the memory need not hold all weights before they are rounded. Ranks get
     their parts of the rounded matrices. With `layers` it has so many of its layers, the first.
+
+    Raises:
+        InvalidRequestError: There are not so many layers.
     """
     config = SHAPES[name] if layers is None else _first(SHAPES[name], layers)
     rounding = require_rounding(quantization, quantize_head)
@@ -166,6 +169,8 @@ def random_weights(
 
 def _first(config: ModelConfig, layers: int) -> ModelConfig:
     """The config of a model of the first layers."""
+    if not 1 <= layers <= config.num_layers:
+        raise InvalidRequestError(f"layers={layers} must be 1 to {config.num_layers}, the layers of the model")
     moe = config.moe and replace(config.moe, layers=tuple(layer for layer in config.moe.layers if layer < layers))
     return replace(config, num_layers=layers, windows=config.windows[:layers], moe=moe)
 
