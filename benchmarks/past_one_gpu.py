@@ -10,6 +10,9 @@ KV, and the time of the all-reduces, two per layer and one exchange at the head.
 - by layer: bytes over the measured reading rate, and for each layer the microseconds by which that recorded row exceeds its roofline.
 
 The two agree where the parts of a layer are as large as those of the recorded row. Where they are smaller, the first is too fast.
+
+Where the share of one of n ranks has been measured alone on one GPU (`SHARES`), a third estimate needs neither: the time of its step, and
+for each sum what it takes beyond its launch alone.
 Sizes are those of the published configs. Contexts are those of `nanovllm bench`: b1 is 128 tokens in and 512 out, b64 128 in and 256 out.
 """
 
@@ -92,6 +95,12 @@ MEASURED: Mapping[tuple[str, str, str, int], str] = MappingProxyType({
     ("Llama-3.3-70B", "bf16", "H100", 4): "h100x4-70b.json", ("Qwen3-235B-A22B", "fp8", "H200", 2): "h200x2-235b-fp8.json",
     ("Qwen3-235B-A22B", "fp8", "H100", 4): "h100x4-235b-fp8.json", ("Qwen3-235B-A22B", "fp8", "H200", 4): "h200x4-235b-fp8.json",
 })  # fmt: skip
+
+# Runs of `benchmarks/rank_share.py`, as far as they are recorded: the share of one of so many ranks, alone on one GPU.
+SHARES: Mapping[tuple[str, str, str, int], str] = MappingProxyType(
+    {("Llama-3.3-70B", "bf16", "H200", gpus): f"h200-70b-of-{gpus}.json" for gpus in (4, 8)}
+    | {("Qwen3-235B-A22B", "fp8", "H200", gpus): f"h200-235b-fp8-of-{gpus}.json" for gpus in (4, 8)}
+)
 
 
 def matrix_bytes(shape: Shape, dtype: str, rows: float) -> tuple[float, float, float]:
@@ -231,6 +240,7 @@ def derived(results: Path = RESULTS) -> dict[str, Any]:
         "fits": fits,
         "rows": rows,
         "measured": [one for row in rows for one in _measured(row, results)],
+        "shares": [one for row in rows for one in _of_a_share(row, results)],
     }
 
 
@@ -242,6 +252,23 @@ def _measured(row: Mapping[str, Any], results: Path) -> list[dict[str, Any]]:
     told = {name: row[name] for name in ("model", "dtype", "card", "gpus", "batch")}
     rate = recorded[f"{row['batch']}_decode_tok_s"]
     return [told | {"file": file, "commit": recorded["commit"], "tok_s": rate, "derived_tok_s": [low, high]}]
+
+
+def _of_a_share(row: Mapping[str, Any], results: Path) -> list[dict[str, Any]]:
+    """The rate of a row by the recorded share of one rank, if there is one."""
+    name = SHARES.get((row["model"], row["dtype"], row["card"], row["gpus"]))
+    if name is None or not (results / name).exists():
+        return []
+    recorded, shape, batch = _read(results / name), SHAPES[row["model"]], row["batch"]
+    alone = BATCHES[batch][0] / recorded[f"{batch}_decode_tok_s"]
+    launches = {int(size): us for size, us in recorded["all_reduce_us"][FORMS[batch]].items()}
+    launch = _between(launches, BATCHES[batch][0] * shape.hidden * 2)
+    beyond = 2 * shape.layers * max(0.0, row["all_reduce_us"] - launch) / 1e6
+    told = {key: row[key] for key in ("model", "dtype", "card", "gpus", "batch")}
+    rate = BATCHES[batch][0] / (alone + beyond)
+    times = {"alone_ms": round(1e3 * alone, 2), "beyond_ms": round(1e3 * beyond, 2), "tok_s": round(rate, 1)}
+    measured = [one["tok_s"] for one in _measured(row, results)]
+    return [told | times | {"file": name, "commit": recorded["commit"], "measured_tok_s": measured[0] if measured else None}]
 
 
 def step(
