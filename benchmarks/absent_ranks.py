@@ -12,7 +12,7 @@ from nanovllm.config import Mesh
 from nanovllm.ops.attention.plan_table import register
 from nanovllm.ops.distributed.group import side_by_side
 from nanovllm.ops.distributed.process_group import ProcessGroup
-from nanovllm.ops.distributed.shared_memory import END, PIECE_PLACES, PIECE_TURNS, PUSHED, PUSHED_ROWS, Shared
+from nanovllm.ops.distributed.shared_memory import END, PUSHED, PUSHED_ROWS, Shared, clear
 from nanovllm.types import Tensor
 
 
@@ -54,8 +54,8 @@ class AbsentRanks(ProcessGroup):
 
 def own_memory(device: torch.device) -> Shared:
     """Memory that one rank shares with nobody."""
-    memory = torch.zeros(END, dtype=torch.uint8, device=device)
-    memory[PIECE_PLACES:PIECE_TURNS] = 255  # the places of what is pushed are empty
+    memory = torch.empty(END, dtype=torch.uint8, device=device)
+    clear(memory)
     failed, address = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda"), memory.data_ptr()
     table = torch.tensor([address], device=device)
     return Shared(rank=0, size=1, memory=memory, table=table, peers=(address,), failed=failed, handle=None)

@@ -11,8 +11,9 @@ KV, and the time of the all-reduces, two per layer and one exchange at the head.
 
 The two agree where the parts of a layer are as large as those of the recorded row. Where they are smaller, the first is too fast.
 
-Where the share of one of n ranks has been measured alone on one GPU (`SHARES`), a third estimate needs neither: the time of its step, and
-for each sum what it takes beyond its launch alone.
+Where one of n ranks has been measured alone on one GPU (`ALONE`), a third estimate needs neither: the time of its step, and for each sum
+what it takes beyond its launch alone.
+
 Sizes are those of the published configs. Contexts are those of `nanovllm bench`: b1 is 128 tokens in and 512 out, b64 128 in and 256 out.
 """
 
@@ -97,7 +98,7 @@ MEASURED: Mapping[tuple[str, str, str, int], str] = MappingProxyType({
 })  # fmt: skip
 
 # Runs of `benchmarks/rank_share.py`, as far as they are recorded: the share of one of so many ranks, alone on one GPU.
-SHARES: Mapping[tuple[str, str, str, int], str] = MappingProxyType(
+ALONE: Mapping[tuple[str, str, str, int], str] = MappingProxyType(
     {("Llama-3.3-70B", "bf16", "H200", gpus): f"h200-70b-of-{gpus}.json" for gpus in (4, 8)}
     | {("Qwen3-235B-A22B", "fp8", "H200", gpus): f"h200-235b-fp8-of-{gpus}.json" for gpus in (4, 8)}
 )
@@ -173,7 +174,11 @@ def all_reduce(size: int, card: str, gpus: int, form: str, results: Path = RESUL
 
 def sums(card: str, gpus: int, form: str, results: Path = RESULTS) -> dict[int, float]:
     """The recorded microseconds of a form of the sum over two or four GPUs, by bytes."""
-    return {int(size): us for size, us in _read(results / SUMS[card, gpus])["all_reduce_us"][form].items()}
+    return _by_size(_read(results / SUMS[card, gpus]), form)
+
+
+def _by_size(recorded: Mapping[str, Any], form: str) -> dict[int, float]:
+    return {int(size): us for size, us in recorded["all_reduce_us"][form].items()}
 
 
 def _between(points: Mapping[int, float], size: int) -> float:
@@ -240,7 +245,7 @@ def derived(results: Path = RESULTS) -> dict[str, Any]:
         "fits": fits,
         "rows": rows,
         "measured": [one for row in rows for one in _measured(row, results)],
-        "shares": [one for row in rows for one in _of_a_share(row, results)],
+        "alone": [one for row in rows for one in _of_one_rank(row, results)],
     }
 
 
@@ -254,15 +259,14 @@ def _measured(row: Mapping[str, Any], results: Path) -> list[dict[str, Any]]:
     return [told | {"file": file, "commit": recorded["commit"], "tok_s": rate, "derived_tok_s": [low, high]}]
 
 
-def _of_a_share(row: Mapping[str, Any], results: Path) -> list[dict[str, Any]]:
-    """The rate of a row by the recorded share of one rank, if there is one."""
-    name = SHARES.get((row["model"], row["dtype"], row["card"], row["gpus"]))
+def _of_one_rank(row: Mapping[str, Any], results: Path) -> list[dict[str, Any]]:
+    """The rate of a row by a recorded run of one rank alone, if there is one."""
+    name = ALONE.get((row["model"], row["dtype"], row["card"], row["gpus"]))
     if name is None or not (results / name).exists():
         return []
     recorded, shape, batch = _read(results / name), SHAPES[row["model"]], row["batch"]
     alone = BATCHES[batch][0] / recorded[f"{batch}_decode_tok_s"]
-    launches = {int(size): us for size, us in recorded["all_reduce_us"][FORMS[batch]].items()}
-    launch = _between(launches, BATCHES[batch][0] * shape.hidden * 2)
+    launch = _between(_by_size(recorded, FORMS[batch]), BATCHES[batch][0] * shape.hidden * 2)
     beyond = 2 * shape.layers * max(0.0, row["all_reduce_us"] - launch) / 1e6
     told = {key: row[key] for key in ("model", "dtype", "card", "gpus", "batch")}
     rate = BATCHES[batch][0] / (alone + beyond)

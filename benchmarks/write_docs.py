@@ -15,7 +15,7 @@ Tables and pictures are in blocks between markers. A document may have any numbe
 - `<!-- kv-faults: NAME.json -->` ... `<!-- /kv-faults -->`: kills, damaged files and full disks, from a file of `benchmarks/kv_faults.py`.
 - `<!-- host: NAME.json -->` ... `<!-- /host -->`: a row for each kind of client in a file of `benchmarks/host.py`.
 - `<!-- formats: NAME.json -->` ... `<!-- /formats -->`: what quantised weights and KV cost, from a file of `benchmarks/formats.py`.
-- `<!-- past: NAME.json -->`, `<!-- past-parts: NAME.json -->`, `<!-- past-measured: NAME.json -->`, `<!-- past-shares: NAME.json -->`,
+- `<!-- past: NAME.json -->`, `<!-- past-parts: NAME.json -->`, `<!-- past-measured: NAME.json -->`, `<!-- past-alone: NAME.json -->`,
   `<!-- all-reduces: NAME.json -->` and `<!-- fits: NAME.json -->`, each with its end: rates on several GPUs, what they are made of, those
   that were measured, those of one rank alone, latencies, and the memory, from a file of `benchmarks/past_one_gpu.py`.
 - `<!-- break-even: NAME.json -->` ... `<!-- /break-even -->`: when loading KV beats running, from a file of `benchmarks/break_even.py`.
@@ -48,7 +48,7 @@ PAGES = (
 )
 DOCUMENTS = (ROOT / "docs/explanation/performance.md", ROOT / "docs/reference/figures.md", ROOT / "README.md", *PAGES)
 KINDS = "bench|brief|formats|families|embed|http|kv-faults|faults|host|break-even|fleet|failures|keys|fit"
-SEVERAL = "past-parts|past-measured|past-shares|past|all-reduces|fits"  # GPUs
+SEVERAL = "past-parts|past-measured|past-alone|past|all-reduces|fits"  # GPUs
 BLOCK = re.compile(rf"(<!-- ({KINDS}|{SEVERAL}): ([\w.-]+)\.json -->\n).*?(<!-- /\2 -->)", re.S)
 NONE = "No figures yet.\n"
 BRIEF = {
@@ -304,10 +304,10 @@ def past_measured(result: dict[str, Any]) -> str:
     return "\n".join(table(("model", "weights", "GPUs", "", "derived", "measured", "deviation", "commit"), lines)) + "\n"
 
 
-def past_shares(result: dict[str, Any]) -> str:
-    """Return a table of tokens per second by the measured share of one rank."""
+def past_alone(result: dict[str, Any]) -> str:
+    """Return a table of tokens per second by the measured steps of one rank alone."""
     lines = []
-    for one in result["shares"]:
+    for one in result["alone"]:
         file = f"[{one['commit']}](../../benchmarks/results/{one['file']})"
         measured = "" if one["measured_tok_s"] is None else f"{one['measured_tok_s']:,.0f}"
         figures = (f"{one['alone_ms']:.2f}", f"{one['beyond_ms']:.2f}", f"{one['tok_s']:,.0f}", measured)
@@ -450,7 +450,7 @@ def fit(result: dict[str, Any]) -> str:
 
 SIMPLE = {
     "embed": embed, "formats": formats, "families": families, "http": http, "faults": faults, "kv-faults": kv_faults, "host": host,
-    "past": past, "past-parts": past_parts, "past-measured": past_measured, "past-shares": past_shares, "all-reduces": all_reduces,
+    "past": past, "past-parts": past_parts, "past-measured": past_measured, "past-alone": past_alone, "all-reduces": all_reduces,
     "fits": fits,
     "break-even": break_even, "fleet": fleet, "failures": failures, "keys": keys, "fit": fit,
 }  # fmt: skip

@@ -81,24 +81,24 @@ def test_measured_rates_are_near_the_derived_ones() -> None:
         assert (0.9 if row["card"] == "H100" else 0.86) * low < row["tok_s"] < 1.01 * high
 
 
-def test_a_rate_by_the_share_of_one_rank(tmp_path: Path) -> None:
+def test_a_rate_by_one_rank_alone(tmp_path: Path) -> None:
     """A step of Llama 70B of 5 ms alone, in which each of 160 launches takes 1.5 us."""
     for file in RESULTS.glob("h*.json"):
         (tmp_path / file.name).write_text(file.read_text())
-    for name in past.SHARES.values():
+    for name in past.ALONE.values():
         (tmp_path / name).unlink(missing_ok=True)
-    assert past.derived(tmp_path)["shares"] == []
+    assert past.derived(tmp_path)["alone"] == []
     sums = {form: {str(16 * KIB): 1.5, str(MIB): 3.0} for form in past.FORMS.values()}
-    share = {"commit": "abc", "b1_decode_tok_s": 200, "b64_decode_tok_s": 8000, "all_reduce_us": sums}
-    (tmp_path / "h200-70b-of-8.json").write_text(json.dumps(share))
+    alone = {"commit": "abc", "b1_decode_tok_s": 200, "b64_decode_tok_s": 8000, "all_reduce_us": sums}
+    (tmp_path / "h200-70b-of-8.json").write_text(json.dumps(alone))
     result = past.derived(tmp_path)
-    one, many = result["shares"]
+    one, many = result["alone"]
     told = ("Llama-3.3-70B", "bf16", "H200", 8, "b1")
     (row,) = (row for row in result["rows"] if tuple(row[key] for key in ("model", "dtype", "card", "gpus", "batch")) == told)
     assert one["alone_ms"] == 5 and one["beyond_ms"] == pytest.approx(160 * (row["all_reduce_us"] - 1.5) / 1e3, abs=0.006)
     assert one["tok_s"] == pytest.approx(1e3 / (one["alone_ms"] + one["beyond_ms"]), rel=0.002) and one["measured_tok_s"] is None
     assert many["batch"] == "b64" and many["alone_ms"] == 8
-    assert "| Llama-3.3-70B | bf16 | 8 H200 | b1 | 5.00 |" in write_docs.past_shares(result)
+    assert "| Llama-3.3-70B | bf16 | 8 H200 | b1 | 5.00 |" in write_docs.past_alone(result)
 
 
 def test_what_does_not_fit_is_said() -> None:

@@ -12,7 +12,7 @@ from benchmarks.absent_ranks import AbsentRanks, mesh_of_one, own_memory
 from nanovllm.config import Mesh
 from nanovllm.entrypoints.cli.bench import model_shapes
 from nanovllm.entrypoints.cli.bench.model_shapes import random_weights
-from nanovllm.ops.distributed.shared_memory import GATHERED, WORDS
+from nanovllm.ops.distributed.shared_memory import GATHERED, WORDS, slot_of
 from nanovllm.testing.models import random_model, tiny_config
 
 CPU = torch.device("cpu")
@@ -62,6 +62,7 @@ def test_launches_over_memory_of_one_rank_wait_for_nobody(monkeypatch: pytest.Mo
         assert torch.equal(added, x + y)
     assert torch.equal(triton_meetings.reduce(y, None, shared, 0, GATHERED, False), y)
     assert torch.equal(triton_meetings.reduce_in_shares(y, shared, 0, GATHERED, False), y)
+    assert torch.equal(triton_meetings.reduce_norm(y[None], None, x, x[0], 1e-6, shared, *slot_of(1), False)[0], x + y)
     ids = torch.tensor([[4, 7, 9]], dtype=torch.int32)
     assert triton_winners.winners(torch.tensor([[1.0, 3.0, 3.0]]), ids, shared, WORDS).tolist() == [7]
     assert not shared.failed.item()

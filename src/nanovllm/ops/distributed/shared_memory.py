@@ -66,6 +66,12 @@ GIVEN_UP = ROW_TURNS + 4 * NUM_ROWS  # one int32: a launch has found out that th
 END = GIVEN_UP + 16
 
 
+def clear(memory: Tensor) -> None:
+    """Make memory, `END` bytes in uint8, what it is before the first launch: no flag is set, and no tensor has been pushed."""
+    memory.zero_()
+    memory[PIECE_PLACES:PIECE_TURNS].fill_(255)  # the empty word
+
+
 def share_memory(group: dist.ProcessGroup, device: torch.device) -> Shared | None:
     """Allocate the memory, on all ranks at the same time; None if the GPUs cannot reach each other.
 
@@ -78,8 +84,7 @@ def share_memory(group: dist.ProcessGroup, device: torch.device) -> Shared | Non
         handle = symmetric.rendezvous(memory, group.group_name)
     except RuntimeError:
         return None
-    memory.zero_()
-    memory[PIECE_PLACES:PIECE_TURNS].fill_(255)  # the empty word
+    clear(memory)
     torch.cuda.synchronize(device)
     return Shared(
         rank=group.rank(),

@@ -16,7 +16,7 @@ HALVES = (torch.bfloat16, torch.float16)
 def padded_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute `x @ weight.T + bias` over rows padded to a multiple of 16: a product of few rows would round in another order.
 
-    Processors differ in how many rows are few: 8 rows are enough for most, but not for all with AVX-512.
+    Processors differ in how many rows are few: 8 are enough on some, but not on all with AVX-512.
 
     Torch multiplies bfloat16 and float16 one number at a time on a processor with AVX2 alone. There the product is taken in float32, which
     is 2 times as fast with few rows and 8 times with many, and rounded once.
