@@ -142,12 +142,21 @@ def test_products_of_many_rows_and_what_follows(compiled: Compiled, gated: bool)
     compiled.check()
 
 
-@pytest.mark.parametrize(("rows", "gated"), [(8, True), (64, True), (24, False)])
-def test_products_of_which_a_multiprocessor_takes_several_and_of_few_rows(compiled: Compiled, rows: int, gated: bool) -> None:
+@pytest.mark.parametrize(
+    ("rows", "outputs", "width", "gated"),
+    [
+        (8, 12288, 1024, True), (64, 12288, 1024, True), (24, 4096, 1024, False), (8, 4480, 4096, True),
+        (8, 1536, 4096, True), (8, 1280, 4096, False), (24, 1280, 4096, False), (64, 2560, 4096, False),
+    ],
+)  # fmt: skip
+def test_products_of_which_a_multiprocessor_takes_several_and_of_few_rows(
+    compiled: Compiled, rows: int, outputs: int, width: int, gated: bool
+) -> None:
+    """The last five are parts of a model on several GPUs, which have few outputs."""
     from nanovllm.ops.linear import triton_many_rows
 
-    x, weight, *_ = linear_problem(rows, 12288 if gated else 4096, 1024, gated, False, False, BF16)
-    tile = wide_tile(rows, 12288 if gated else 4096, 1024, gated, PROCESSORS, compiled.memory)
+    x, weight, *_ = linear_problem(rows, outputs, width, gated, False, False, BF16)
+    tile = wide_tile(rows, outputs, width, gated, PROCESSORS, compiled.memory)
     assert tile is not None or compiled.memory < 200_000  # on Hopper there is one
     if tile is not None:
         triton_many_rows.product(x, weight, None, gated, tile, compiled.pdl)
@@ -158,7 +167,8 @@ def test_products_of_which_a_multiprocessor_takes_several_and_of_few_rows(compil
     ("rows", "heads", "kv_heads", "head_dim", "norm"),
     [
         (1, 16, 8, 128, True), (1, 28, 4, 128, False), (1, 16, 1, 128, True), (4, 32, 4, 64, False), (8, 16, 8, 128, True),
-        (16, 16, 8, 128, True), (32, 6, 2, 80, True), (64, 16, 8, 128, True), (2, 8, 4, 256, True), (24, 16, 8, 256, False),
+        (16, 16, 8, 128, True), (32, 6, 2, 80, True), (64, 16, 8, 128, True), (8, 8, 1, 128, False), (64, 8, 1, 128, False),
+        (2, 8, 4, 256, True), (24, 16, 8, 256, False),
     ],
 )  # fmt: skip
 def test_attention_of_new_tokens(compiled: Compiled, rows: int, heads: int, kv_heads: int, head_dim: int, norm: bool) -> None:

@@ -51,7 +51,7 @@ def test_an_empty_cut_is_the_default() -> None:
     assert given_wide_tile((), *wide, split=True) == wide_tile(*wide, split=True)
     assert given_wide_tile(BY_LIBRARY, 64, 1024, 2048, False, 132, 200_000) is None
     plan = FusedDecodePlan(8, 4, 2, 64, CPU)
-    assert (plan.tile, plan.warps, plan.stages, plan.splits) == cut_of(8, 64, 200_000)
+    assert (plan.tile, plan.warps, plan.stages, plan.splits) == cut_of(8, 2, 64, 200_000) != cut_of(8, 8, 64, 200_000)
 
 
 def test_a_cut_spells_a_tile() -> None:

@@ -81,7 +81,7 @@ def test_attention_by_other_cuts(rows: int) -> None:
     qkv, q_gain, k_gain, cos, sin, pages, layer, *rest = given
     mine = pages.clone()
     want = rope_attend(*given, 0)
-    work = Work(part="attend", form="attend", rows=rows, outputs=4, width=16)
+    work = Work(part="attend", form="attend", rows=rows, outputs=4, width=16, kv_heads=2)
     for cut in tried(work, 8):
         plan = FusedDecodePlan(rows, 4, 2, 16, torch.device("cpu"), cut)
         plan.parts.fill_(torch.nan)

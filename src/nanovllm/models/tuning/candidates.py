@@ -20,7 +20,7 @@ def default_cut(work: Work, machine: Machine) -> Cut:
         return quantised.default_cut(work, machine)
     match work.form:
         case "attend":
-            return cut_of(work.rows, work.width, machine.memory)
+            return cut_of(work.rows, work.kv_heads, work.width, machine.memory)
         case "few":
             return astuple(tile_of(work.rows, work.outputs, work.width, work.gated, machine.memory))
         case _:

@@ -72,6 +72,7 @@ class Work:
         rows: Rows of the decode step.
         outputs: Outputs of a product; query heads of attention.
         width: Inputs of a product; channels of a head of attention.
+        kv_heads: Key heads of attention; 0 for a product.
         gated: Whether a product has two matrices, gate and up.
         norm: Whether the kernel also computes the norm of its input.
         codes: How the matrix is quantised; None if it is not.
@@ -82,6 +83,7 @@ class Work:
     rows: int
     outputs: int
     width: int
+    kv_heads: int = 0
     gated: bool = False
     norm: bool = False
     codes: Codes | None = None
@@ -133,7 +135,7 @@ def works(config: ModelConfig, rows: int, machine: Machine, codes: Mapping[str, 
 
     closely = all(few(part, *sizes) for part, sizes in products.items())
     closely = closely and (rows <= FEW or not _norms_behind(config))
-    yield Work(part="attend", form="attend", rows=rows, outputs=heads, width=head_dim)
+    yield Work(part="attend", form="attend", rows=rows, outputs=heads, width=head_dim, kv_heads=config.num_kv_heads)
     for part, (outputs, width, gated) in products.items():
         before = part in ("qkv", "gate_up")  # a norm comes before these products; for the others it comes after the residual sum
         wide = part in codes or goes_wide(rows, width, gated, machine.memory)

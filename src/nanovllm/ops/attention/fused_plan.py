@@ -30,25 +30,48 @@ LONG = (64, 4, 3, 32)
 MEDIUM = 2048
 WIDE = 128  # with more channels per head, the keys and values of a tile and the next tile need the registers of 8 warps
 LONG_ROW = 1024  # a row of so many tokens does not delay the other rows of a batch of many rows
+KEY_HEADS = 8  # what the tile configurations above are for; with half as many or fewer, rows are split among more programs
+FEW_KEY_HEADS = KEY_HEADS // 2
+FEWER = (32, 2, 4)  # tile, warps and stages of more than `PIPELINED` rows of at most `FEW_KEY_HEADS` key heads
+MOST_FP8 = 16  # splits in FP8 of rows of few key heads: as many programs as of `KEY_HEADS`, if these splits suffice
+ENOUGH, MOST_SPLITS = 512, 8  # programs, and splits of such rows, at most; half as many splits for more than 32 rows
 
 
-def cut_of(batch_size: int, head_dim: int, memory: int, *, fp8: bool = False, long: bool = False) -> tuple[int, int, int, int]:
+def cut_of(
+    batch_size: int, num_kv_heads: int, head_dim: int, memory: int, *, fp8: bool = False, long: bool = False
+) -> tuple[int, int, int, int]:
     """Return the tile configuration that was the fastest of those tried on an H200, or an H100 in FP8: (tile, warps, stages, splits).
 
     The numbers are tokens per tile, warps per program, tiles in flight (0: one tile, in registers) and splits per row, a power of two.
-    Tiles in flight use at most `memory` bytes of shared memory. `long` is as in `FusedDecodePlan`.
+    Tiles in flight use at most `memory` bytes of shared memory. Each key head has programs of its own, so few heads, as of one of several
+    GPUs, need more splits. `long` is as in `FusedDecodePlan`.
     """
     if long:
         return _largest(LONG, head_dim, memory)
     if fp8 and batch_size <= FEW_FP8[-1][0]:
         tile, warps, stages, splits = next(cut for rows, cut in FEW_FP8 if batch_size <= rows)
+        splits = max(splits, min(MOST_FP8, splits * max(1, KEY_HEADS // num_kv_heads)))
         most = memory // (2 * tile << (head_dim - 1).bit_length())
         return tile, warps if head_dim <= WIDE or stages else 8, min(stages, max(1, most)), splits
     if batch_size > PIPELINED:
         best = next(cut for rows, cut in MANY if batch_size <= rows or not rows)
-        return _largest(best, head_dim, memory)
-    warps, splits = next(cut for rows, cut in ((2, (4, 32)), (4, (8, 4)), (8, (8, 2)), (PIPELINED, (4, 2))) if batch_size <= rows)
+        splits = _splits(batch_size, num_kv_heads)
+        return _largest(best if splits == 1 else (*FEWER, splits), head_dim, memory)
+    usual = (2, (4, 32)), (4, (8, 4)), (8, (8, 2)), (PIPELINED, (4, 2))
+    if num_kv_heads <= FEW_KEY_HEADS // 2:
+        usual = (2, (4, 32)), (8, (4, 16)), (PIPELINED, (4, 16 // num_kv_heads))
+    elif num_kv_heads <= FEW_KEY_HEADS:
+        usual = (2, (4, 32)), (8, (8, 4)), (PIPELINED, (4, 4))
+    warps, splits = next(cut for rows, cut in usual if batch_size <= rows)
     return 64, warps if head_dim <= WIDE else 8, 0, splits
+
+
+def _splits(batch_size: int, num_kv_heads: int) -> int:
+    """How many programs share a row and key head of a batch of many rows: 1 with more than `FEW_KEY_HEADS` key heads."""
+    if num_kv_heads > FEW_KEY_HEADS:
+        return 1
+    wanted = min(MOST_SPLITS if batch_size <= 32 else MOST_SPLITS // 2, ENOUGH // (batch_size * num_kv_heads))
+    return 1 << max(0, wanted.bit_length() - 1)
 
 
 def _largest(best: tuple[int, int, int, int], head_dim: int, memory: int) -> tuple[int, int, int, int]:
@@ -86,7 +109,7 @@ class FusedDecodePlan:
         memory = shared_memory(device) if device.type == "cuda" else LARGEST
         if cut and not attention_fits(cut, head_dim, memory):
             raise CutError(f"cut {tuple(cut)} (tile, warps, stages, splits) does not fit head_dim {head_dim} in {memory} bytes of memory")
-        self.tile, self.warps, self.stages, self.splits = cut or cut_of(batch_size, head_dim, memory, fp8=fp8, long=long)
+        self.tile, self.warps, self.stages, self.splits = cut or cut_of(batch_size, num_kv_heads, head_dim, memory, fp8=fp8, long=long)
         # Rows that are not split have no partial results: the kernel gets addresses that it never uses.
         shape = (1, 1, 1) if self.splits == 1 else (batch_size, num_heads, self.splits)
         self.parts = torch.empty((*shape, head_dim), dtype=torch.float32, device=device)
@@ -102,6 +125,7 @@ class FusedDecodePlan:
         if self.fp8 and self.batch_size <= PIPELINED:
             many = self.splits * self.batch_size * self.num_kv_heads >= FP8_PROGRAMS
             return total <= FP8_TOKENS or (many and longest * len(lens) <= 2 * total)
+        heads = min(self.num_kv_heads, KEY_HEADS)  # the fewer, the less a token takes
         if self.stages:
-            return longest <= self.splits * max(LONG_ROW, total // 8)
-        return total <= MOST_TOKENS and longest <= MOST_TILES * self.tile * self.splits
+            return longest <= self.splits * max(LONG_ROW, total * heads // (8 * KEY_HEADS))
+        return total * heads <= MOST_TOKENS * KEY_HEADS and longest <= MOST_TILES * self.tile * self.splits

@@ -19,6 +19,9 @@ BY_LIBRARY: Cut = (0,)  # the cut that selects cuBLAS
 SUMS = 128  # sums in the registers of one thread, at most; programs of more than 8 warps have fewer registers per thread
 PARTS = 8  # parts of the inputs, at most
 SHALLOW = 64  # inputs per loop step of programs that share a multiprocessor with others
+FEW_ROWS = 16  # rows whose programs have fewer rows, and more loads in flight
+MEASURED = 4096  # width of the narrowest model whose parts on several GPUs were measured; in wider ones, gated programs may take turns
+MOST_STAGES = 10
 DEEPEST = 4096  # with more inputs per program, and more rows than one program takes, cuBLAS is faster
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
 
@@ -152,30 +155,54 @@ def wide_tile(rows: int, outputs: int, width: int, gated: bool, processors: int,
     """Choose the tile configuration that was the fastest of those tried on an H200; None if cuBLAS was faster.
 
     Each program takes a multiprocessor, so there are at most `processors` programs. Each uses at most `memory` bytes of shared memory.
-    Gated products with many outputs are an exception: several of their programs run on one multiprocessor. `split` says whether the inputs
-    may be divided between programs.
+    Gated products with many outputs are an exception: several of their programs run on one multiprocessor, at once or one after another.
+    `split` says whether the inputs may be divided between programs.
     """
     blocks = -(-rows // ROWS)
     if (gated and blocks > 1) or rows > MOST:
         return None
     for parts in (4, 3, 2, 1) if split else (1,):
-        for tile in _tiles(rows, gated, split):
-            used = 2 * tile.stages * tile.depth * (tile.rows + tile.outputs * (2 if gated else 1))
+        for tile, places in _tiles(rows, outputs if split else width, gated, split, memory):
+            used = _bytes(tile, gated)
             if used > memory or outputs % tile.outputs or width % (tile.depth * parts) or (blocks > 1 and width > DEEPEST * parts):
                 continue
-            places = processors * (memory // used if tile.depth == SHALLOW else 1)
-            if outputs // tile.outputs * blocks * parts <= places:
+            if outputs // tile.outputs * blocks * parts <= places * processors:
                 return replace(tile, parts=parts)
     return None
 
 
-def _tiles(rows: int, gated: bool, split: bool) -> tuple[WideTile, ...]:
-    """Return tile configurations of a product, the best first. The last one for gated products lets programs share a multiprocessor."""
-    wide = WideTile(outputs=64)
+def _tiles(rows: int, hidden: int, gated: bool, split: bool, memory: int) -> tuple[tuple[WideTile, int], ...]:
+    """Return tile configurations of a product, the best first, each with the most programs for a multiprocessor.
+
+    `hidden` is the width of the model, which is that of the inputs, or the number of outputs if `split`. Programs of few rows have memory
+    for more loads in flight. So they read as fast as the memory allows also if they leave multiprocessors idle.
+    """
+    wide, narrow, known = WideTile(outputs=64), WideTile(depth=256, stages=3), hidden >= MEASURED
+    few = known and rows <= FEW_ROWS
+    if split:
+        return (narrow, 1), *(((WideTile(outputs=64, rows=FEW_ROWS, depth=256), 1),) if few else ()), (wide, 1)
+    if gated and few:
+        deep, shared = WideTile(rows=FEW_ROWS, depth=256), WideTile(rows=FEW_ROWS, warps=2)
+        return (deep, 1 if hidden == MEASURED else 2), (wide, 1), (shared, 5 if rows <= 8 else 3)
     if gated:
-        return WideTile(), wide, WideTile(rows=16 if rows <= 8 else ROWS, depth=SHALLOW)
-    narrow = WideTile(depth=256, stages=3)
-    return (WideTile(rows=32, stages=5) if rows <= 32 and not split else narrow), wide
+        shared = WideTile(rows=16 if rows <= 8 else ROWS, depth=SHALLOW)
+        return (WideTile(stages=5 if known else 4), 1), (wide, 1), (shared, memory // _bytes(shared, gated))
+    usual = (WideTile(rows=32, stages=5) if rows <= 32 else narrow, 1), (wide, 1)
+    if rows > ROWS or not known:
+        return usual
+    padded, depth = (FEW_ROWS, 256) if few else (32, 256) if rows <= 32 else (ROWS, 128)
+    small = (_in_flight(WideTile(outputs=each, rows=padded, depth=depth), memory) for each in ((16, 32, 64) if few else (16, 32)))
+    return *((tile, 1) for tile in small), *usual
+
+
+def _bytes(tile: WideTile, gated: bool) -> int:
+    """The bytes of shared memory of a program."""
+    return 2 * tile.stages * tile.depth * (tile.rows + tile.outputs * (2 if gated else 1))
+
+
+def _in_flight(tile: WideTile, memory: int) -> WideTile:
+    """The tile configuration with as many loop steps in flight as fit into 7/8 of the shared memory."""
+    return replace(tile, stages=max(1, min(MOST_STAGES, memory * 7 // 8 // _bytes(replace(tile, stages=1), False))))
 
 
 def given_wide_tile(
@@ -204,7 +231,7 @@ def wide_fits(tile: WideTile, outputs: int, width: int, gated: bool, memory: int
     if tile.warps > 16 or not 1 <= tile.parts <= (PARTS if split else 1) or tile.stages < 1:
         return False
     columns = tile.outputs * (2 if gated else 1)
-    fits = 2 * tile.stages * tile.depth * (tile.rows + columns) <= memory and tile.rows * columns <= SUMS * 32 * min(tile.warps, 8)
+    fits = _bytes(tile, gated) <= memory and tile.rows * columns <= SUMS * 32 * min(tile.warps, 8)
     return fits and outputs % tile.outputs == 0 and width % (tile.depth * tile.parts) == 0
 
 

@@ -1,12 +1,13 @@
 """`quantised_experts`: a mixture of experts whose matrices are quantised."""
 
+import math
 from dataclasses import replace
 
 import torch
 
 from nanovllm.ops.backends import dependent_launch, own_kernels, shared_memory
 from nanovllm.ops.linear.quantised import QuantisedMatrix
-from nanovllm.ops.linear.quantised_tiles import HELD, MOST_HELD, PROGRAMS, VECTOR, FewTile, many_tile, regular, steps_of
+from nanovllm.ops.linear.quantised_tiles import HELD, MOST_HELD, PROGRAMS, VECTOR, FewTile, many_fits, many_tile, regular, steps_of
 from nanovllm.ops.moe.experts import ExpertsMismatchError, every_expert, experts, plus, require_experts, require_fit
 from nanovllm.ops.moe.tiles import QuantisedFewTiles, QuantisedGroupedTiles
 from nanovllm.types import Tensor
@@ -187,13 +188,25 @@ def few_tile(matrix: QuantisedMatrix, at_once: int, outputs: int) -> FewTile | N
 
 
 def grouped_tiles(pairs: float | int, gate_up: QuantisedMatrix, down: QuantisedMatrix, memory: int) -> QuantisedGroupedTiles:
-    """Choose blocks that hold all pairs of most experts, given the average number of pairs per expert."""
+    """Choose blocks that hold all pairs of most experts, given the average number of pairs per expert.
+
+    Narrow experts, as of one of several GPUs, have few programs for gate and up, which keep more loads in flight, and few loop steps in
+    the down product, whose programs are small so that many run at once.
+    """
     rows = 16 if pairs <= 8 else 32 if pairs <= 24 else 64 if pairs <= 96 else 128
     while True:
         first, second = (many_tile(matrix[0], rows, gated, 0, memory) for matrix, gated in ((gate_up, True), (down, False)))
         if first.rows == second.rows:
-            return QuantisedGroupedTiles(gate_up=first, down=second)
+            break
         rows = min(first.rows, second.rows)
+    if rows == 16:
+        hit = down.shape[0] * (1 - math.exp(-pairs))  # experts, if every token chooses at random
+        if hit * -(-down.columns // first.outputs) <= PROGRAMS:
+            more = replace(first, stages=max(first.stages, 6))
+            first = more if many_fits(more, gate_up[0], True, memory, split=False) else first
+        if (steps := -(-down.width // second.depth)) <= 3:
+            second = replace(second, stages=min(second.stages, 3), warps=1 if steps <= 2 else 2)
+    return QuantisedGroupedTiles(gate_up=first, down=second)
 
 
 _LIBRARY.impl("quantised_experts", _cpu, "CPU")
