@@ -7,7 +7,7 @@ from nanovllm.models.tuning import quantised_candidates as quantised
 from nanovllm.models.tuning.launches import Machine, Work
 from nanovllm.ops.attention.fused_plan import attention_fits, cut_of
 from nanovllm.ops.cuts import Cut, named
-from nanovllm.ops.linear.linear_add_norm import BY_LIBRARY, wide_fits, wide_tile
+from nanovllm.ops.linear.linear_add_norm import BY_LIBRARY, MOST_STAGES, wide_fits, wide_tile
 from nanovllm.ops.linear.norm_linear import SUMMED, tile_fits, tile_of
 from nanovllm.ops.linear.tiles import Tile, WideTile
 
@@ -118,7 +118,7 @@ def _product_steps(work: Work, cut: Cut, machine: Machine) -> Iterator[Cut]:
             step = replace(wide, **{name: value})
             yield next((c for c in _fewer_in_flight(step) if valid(work, c, machine)), cut)
     for stages in (wide.stages - 1, wide.stages + 1):
-        if 2 <= stages <= 6:
+        if 2 <= stages <= MOST_STAGES:
             yield astuple(replace(wide, stages=stages))
     for parts in (wide.parts - 1, wide.parts + 1) if work.form == "sum" else ():
         yield astuple(replace(wide, parts=parts))
