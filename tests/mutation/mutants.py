@@ -39,6 +39,7 @@ ROUTING = ("tests/entrypoints/ray/test_routing.py",)
 FAILOVER = ("tests/entrypoints/ray/test_failover.py",)
 BATCH_FILES = ("tests/entrypoints/ray/test_batch_files.py",)
 HEAP = ("tests/state/test_heap.py",)
+FUSED_STEP = ("tests/ops/test_fused_step.py",)
 EXPECTED_REPLY = ("tests/state/test_expected_reply.py",)
 BEGINNINGS = ("tests/engine/test_shared_beginnings.py",)
 STEP = ("tests/engine/test_step.py",)
@@ -2073,5 +2074,20 @@ MUTANTS: tuple[Mutant, ...] = (
             "bads if isinstance(row, BadRow) else goods",
             "goods if isinstance(row, BadRow) else bads",
         ),
+    ),
+    *bugs(
+        "ops/attention/fused_plan.py",
+        FUSED_STEP,
+        ("few rows of one key head are few programs", "if num_kv_heads <= FEW_KEY_HEADS // 2:", "if False:"),
+        ("many rows of one key head are few programs", "if num_kv_heads > FEW_KEY_HEADS:", "if True:"),
+        ("a plan of one key head reads no more tokens", "total * heads <= MOST_TOKENS * KEY_HEADS", "total <= MOST_TOKENS"),
+        ("a row of one key head may be as long as with eight", "total * heads // (8 * KEY_HEADS)", "total // 8"),
+    ),
+    *bugs(
+        "ops/linear/linear_add_norm.py",
+        FUSED_STEP,
+        ("programs of few outputs have few loads on the way", "min(MOST_STAGES, memory * 7", "min(3, memory * 7"),
+        ("few rows have tiles of 64", "few = known and rows <= FEW_ROWS", "few = False"),
+        ("loads on the way exceed the memory", "memory * 7 // 8 //", "memory * 8 // 7 //"),
     ),
 )

@@ -457,6 +457,24 @@ def test_a_wide_tile_covers_its_product(rows: int, outputs: int, width: int, spl
         assert split or (tile is not None and (tile.warps == 2 if rows <= 16 else tile.depth == SHALLOW))
 
 
+@pytest.mark.parametrize("rows", [3, 8, 16])
+@pytest.mark.parametrize(
+    ("outputs", "width", "gated", "split"),
+    [
+        (1280, 8192, False, False), (8192, 1024, False, True), (3584, 8192, True, False), (8192, 3584, False, True),
+        (2560, 5120, False, False), (5120, 2048, False, True), (6400, 5120, True, False), (5120, 6400, False, True),
+        (1536, 4096, False, False), (3072, 4096, True, False), (4096, 3072, False, True), (12288, 4096, True, False),
+    ],
+)  # fmt: skip
+def test_programs_of_few_rows_keep_the_memory_busy(rows: int, outputs: int, width: int, gated: bool, split: bool) -> None:
+    """Of Llama-3.3-70B on eight GPUs, Qwen3-32B on four, and Qwen3-8B on four and one. 4.8 TB/s with a latency of 0.8 us are 4 MB."""
+    tile = wide_tile(rows, outputs, width, gated, 132, 200_000, split=split)
+    assert tile is not None and tile.rows == 16
+    at_once = min(outputs // tile.outputs * tile.parts, 132)
+    asked = at_once * (tile.stages - 1) * tile.depth * tile.outputs * (4 if gated else 2)  # bytes of weights
+    assert asked >= 4_000_000 and 2 * tile.depth * (1 if tile.warps == 4 else 2) >= 512  # in a row, of an output
+
+
 @pytest.mark.parametrize("memory", [200_000, 158_720, 93_184])
 @pytest.mark.parametrize("gated", [True, False])
 def test_what_is_in_flight_fits_into_a_program(memory: int, gated: bool) -> None:

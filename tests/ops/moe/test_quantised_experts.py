@@ -204,6 +204,20 @@ def test_every_number_of_tokens_has_tiles_that_fit(name: str, kind: Kind, group:
     assert grouped_tiles(300, odd, down, 200_000).down.rows == grouped_tiles(300, odd, down, 200_000).gate_up.rows == 64
 
 
+@pytest.mark.parametrize(
+    ("inner", "stages", "down"), [(96, (6, 6), (3, 1)), (192, (6, 4), (3, 1)), (384, (4, 4), (3, 2)), (768, (4, 4), (4, 4))]
+)
+def test_narrow_experts_have_small_programs(inner: int, stages: tuple[int, int], down: tuple[int, int]) -> None:
+    """Gate and up keep more steps on the way while few experts are hit; down products of few steps have few warps."""
+    parts = (as_shape(quantised_problem("fp8", 2, columns, gpu=True), 128, rows) for rows, columns in ((2 * inner, 4096), (4096, inner)))
+    gate_up, second = parts
+    tiles = [grouped_tiles(tokens * 8 / 128, gate_up, second, 200_000) for tokens in (8, 64)]
+    assert tuple(each.gate_up.stages for each in tiles) == stages
+    assert all((each.down.stages, each.down.warps) == down and each.gate_up.warps == 4 for each in tiles)
+    many = grouped_tiles(9, gate_up, second, 200_000)  # pairs of an expert
+    assert many.down.rows == 32 and many.down.warps == many.gate_up.warps == 4
+
+
 def as_shape(matrix: QuantisedMatrix, num: int, outputs: int) -> QuantisedMatrix:
     """Experts of one more shape, without memory."""
     codes, scales = (torch.empty(num, outputs, each.shape[1], dtype=each.dtype, device="meta") for each in (matrix.codes, matrix.scales))
