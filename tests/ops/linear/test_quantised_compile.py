@@ -120,9 +120,10 @@ EXPERTS: list[tuple[Kind, int | None, int, bool]] = [
 ]  # fmt: skip
 
 
-QWEN, MIXTRAL = (8, 128, 2048, 768), (2, 8, 4096, 14336)
+QWEN, MIXTRAL, NARROW = (8, 128, 2048, 768), (2, 8, 4096, 14336), (8, 128, 4096, 192)
 ON = [
     (90, *QWEN),
+    pytest.param(90, *NARROW, marks=pytest.mark.long),
     (90, *MIXTRAL),
     (86, *QWEN),
     pytest.param(86, *MIXTRAL, marks=pytest.mark.long),
@@ -134,7 +135,7 @@ ON = [
 @pytest.mark.parametrize("form", EXPERTS)
 @pytest.mark.parametrize(("compiled", "k", "num", "width", "inner"), ON, indirect=["compiled"])
 def test_experts(compiled: Compiled, k: int, num: int, width: int, inner: int, form: tuple[Kind, int | None, int, bool]) -> None:  # noqa: F811
-    """At the sizes of Qwen3-30B-A3B and Mixtral-8x7B, without memory for the weights."""
+    """At the sizes of Qwen3-30B-A3B and Mixtral-8x7B, and of Qwen3-235B-A22B on eight GPUs, without memory for the weights."""
     from nanovllm.ops.moe import triton_quantised_experts
 
     (kind, group, rows, zeros), asm, few = form, compiled.capability >= 90, 0
