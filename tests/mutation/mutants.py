@@ -2081,6 +2081,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("few rows of one key head are few programs", "if num_kv_heads <= FEW_KEY_HEADS // 2:", "if False:"),
         ("many rows of one key head are few programs", "if num_kv_heads > FEW_KEY_HEADS:", "if True:"),
         ("a plan of one key head reads no more tokens", "total * heads <= MOST_TOKENS * KEY_HEADS", "total <= MOST_TOKENS"),
+        ("one row of one key head may be as long as eight rows", "most = min(MOST_TOKENS, MOST_TILES", "most = min(1 << 20, MOST_TILES"),
         ("a row of one key head may be as long as with eight", "total * heads // (8 * KEY_HEADS)", "total // 8"),
     ),
     *bugs(

@@ -220,6 +220,9 @@ def test_how_many_tokens_a_plan_reads_goes_by_its_key_heads() -> None:
     lens = {1024: (True, True), 1025: (True, False), 8192: (True, False), 8193: (False, False)}
     for each, served in lens.items():
         assert tuple(plan.serves(np.full(16, each, np.int32)) for plan in (one, eight)) == served, each
+    for heads in (1, 8):  # one row has no more programs than before
+        alone = FusedDecodePlan(1, 8 * heads, heads, 128, torch.device("cpu"))
+        assert [alone.serves(np.array([each], np.int32)) for each in (16384, 16385)] == [True, False]
     many = FusedDecodePlan(64, 8, 1, 128, torch.device("cpu"))
     for longest in (4096, 4097):  # one row of 64 must not delay the others
         assert many.splits == 4 and many.serves(np.array([longest] + [100] * 63, np.int32)) == (longest == 4096)

@@ -10,7 +10,8 @@ from nanovllm.ops.backends import LARGEST, shared_memory
 from nanovllm.ops.cuts import CutError, powers_of_two
 from nanovllm.types import Int32
 
-MOST_TOKENS, MOST_TILES = 1 << 14, 16  # limits for a batch of few rows: tokens of the batch, tiles of one program
+# Limits for a batch of few rows: tokens of a row, and of the batch if there are 8 key heads or more; tiles of one program.
+MOST_TOKENS, MOST_TILES = 1 << 14, 16
 FP8_TOKENS = 1 << 12  # tokens of a batch in FP8 whose rows may differ in length as they like
 FP8_PROGRAMS = 128  # with fewer, rows of many tokens in FP8 leave multiprocessors idle
 PIPELINED = 16  # with more rows there are enough programs to keep many tiles in flight
@@ -128,4 +129,5 @@ class FusedDecodePlan:
         heads = min(self.num_kv_heads, KEY_HEADS)  # the fewer, the less a token takes
         if self.stages:
             return longest <= self.splits * max(LONG_ROW, total * heads // (8 * KEY_HEADS))
-        return total * heads <= MOST_TOKENS * KEY_HEADS and longest <= MOST_TILES * self.tile * self.splits
+        most = min(MOST_TOKENS, MOST_TILES * self.tile * self.splits)
+        return total * heads <= MOST_TOKENS * KEY_HEADS and longest <= most
