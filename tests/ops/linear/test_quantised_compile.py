@@ -124,6 +124,7 @@ QWEN, MIXTRAL, NARROW = (8, 128, 2048, 768), (2, 8, 4096, 14336), (8, 128, 4096,
 ON = [
     (90, *QWEN),
     pytest.param(90, *NARROW, marks=pytest.mark.long),
+    pytest.param(86, *NARROW, marks=pytest.mark.long),
     (90, *MIXTRAL),
     (86, *QWEN),
     pytest.param(86, *MIXTRAL, marks=pytest.mark.long),
@@ -140,7 +141,7 @@ def test_experts(compiled: Compiled, k: int, num: int, width: int, inner: int, f
 
     (kind, group, rows, zeros), asm, few = form, compiled.capability >= 90, 0
     gate_up, down = (experts_of_shape(kind, num, *shape, group, rows, zeros) for shape in ((2 * inner, width), (width, inner)))
-    for tokens in (1, 48, 4096) if group != 20 else (48,):
+    for tokens in (1, 8, 48) if inner == 192 else (1, 48, 4096) if group != 20 else (48,):
         tiles = tiles_of(tokens, k, gate_up, down, compiled.memory)
         few += isinstance(tiles, QuantisedFewTiles)
         x, weights = torch.empty(tokens, width, dtype=BF16, device="meta"), torch.empty(tokens, k, device="meta")

@@ -72,7 +72,7 @@ class Work:
         rows: Rows of the decode step.
         outputs: Outputs of a product; query heads of attention.
         width: Inputs of a product; channels of a head of attention.
-        kv_heads: Key heads of attention; 0 for a product.
+        kv_heads: KV heads of attention. A product has none.
         gated: Whether a product has two matrices, gate and up.
         norm: Whether the kernel also computes the norm of its input.
         codes: How the matrix is quantised; None if it is not.
@@ -83,7 +83,7 @@ class Work:
     rows: int
     outputs: int
     width: int
-    kv_heads: int = 0
+    kv_heads: int = 1
     gated: bool = False
     norm: bool = False
     codes: Codes | None = None

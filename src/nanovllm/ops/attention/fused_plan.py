@@ -10,7 +10,7 @@ from nanovllm.ops.backends import LARGEST, shared_memory
 from nanovllm.ops.cuts import CutError, powers_of_two
 from nanovllm.types import Int32
 
-# Limits for a batch of few rows: tokens of a row, and of the batch if there are 8 key heads or more; tiles of one program.
+# Limits for a batch of few rows: tokens of a row, and of the batch with 8 KV heads or more (more with fewer); tiles of one program.
 MOST_TOKENS, MOST_TILES = 1 << 14, 16
 FP8_TOKENS = 1 << 12  # tokens of a batch in FP8 whose rows may differ in length as they like
 FP8_PROGRAMS = 128  # with fewer, rows of many tokens in FP8 leave multiprocessors idle
@@ -31,11 +31,10 @@ LONG = (64, 4, 3, 32)
 MEDIUM = 2048
 WIDE = 128  # with more channels per head, the keys and values of a tile and the next tile need the registers of 8 warps
 LONG_ROW = 1024  # a row of so many tokens does not delay the other rows of a batch of many rows
-KEY_HEADS = 8  # what the tile configurations above are for; with half as many or fewer, rows are split among more programs
-FEW_KEY_HEADS = KEY_HEADS // 2
-FEWER = (32, 2, 4)  # tile, warps and stages of more than `PIPELINED` rows of at most `FEW_KEY_HEADS` key heads
-MOST_FP8 = 16  # splits in FP8 of rows of few key heads: as many programs as of `KEY_HEADS`, if these splits suffice
-ENOUGH, MOST_SPLITS = 512, 8  # programs, and splits of such rows, at most; half as many splits for more than 32 rows
+# What the tile configurations above are for. With half as many KV heads or fewer, in the dtype of the model, rows have more splits.
+KV_HEADS, FEW_KV_HEADS = 8, 4
+FEWER = (32, 2, 4)  # tile, warps and stages of more than `PIPELINED` rows that are split
+ENOUGH, MOST_SPLITS = 512, 8  # of such rows at most so many programs together, and splits each; half as many splits for more than 32 rows
 
 
 def cut_of(
@@ -44,32 +43,31 @@ def cut_of(
     """Return the tile configuration that was the fastest of those tried on an H200, or an H100 in FP8: (tile, warps, stages, splits).
 
     The numbers are tokens per tile, warps per program, tiles in flight (0: one tile, in registers) and splits per row, a power of two.
-    Tiles in flight use at most `memory` bytes of shared memory. Each key head has programs of its own, so few heads, as of one of several
-    GPUs, need more splits. `long` is as in `FusedDecodePlan`.
+    Tiles in flight use at most `memory` bytes of shared memory. Each KV head has programs of its own, so few of them, as of one of several
+    GPUs, need more splits to keep all multiprocessors busy. `long` is as in `FusedDecodePlan`.
     """
     if long:
         return _largest(LONG, head_dim, memory)
     if fp8 and batch_size <= FEW_FP8[-1][0]:
         tile, warps, stages, splits = next(cut for rows, cut in FEW_FP8 if batch_size <= rows)
-        splits = max(splits, min(MOST_FP8, splits * max(1, KEY_HEADS // num_kv_heads)))
         most = memory // (2 * tile << (head_dim - 1).bit_length())
         return tile, warps if head_dim <= WIDE or stages else 8, min(stages, max(1, most)), splits
     if batch_size > PIPELINED:
         best = next(cut for rows, cut in MANY if batch_size <= rows or not rows)
-        splits = _splits(batch_size, num_kv_heads)
+        splits = 1 if fp8 else _splits(batch_size, num_kv_heads)
         return _largest(best if splits == 1 else (*FEWER, splits), head_dim, memory)
     usual = (2, (4, 32)), (4, (8, 4)), (8, (8, 2)), (PIPELINED, (4, 2))
-    if num_kv_heads <= FEW_KEY_HEADS // 2:
+    if num_kv_heads <= FEW_KV_HEADS // 2:
         usual = (2, (4, 32)), (8, (4, 16)), (PIPELINED, (4, 16 // num_kv_heads))
-    elif num_kv_heads <= FEW_KEY_HEADS:
+    elif num_kv_heads <= FEW_KV_HEADS:
         usual = (2, (4, 32)), (8, (8, 4)), (PIPELINED, (4, 4))
     warps, splits = next(cut for rows, cut in usual if batch_size <= rows)
     return 64, warps if head_dim <= WIDE else 8, 0, splits
 
 
 def _splits(batch_size: int, num_kv_heads: int) -> int:
-    """How many programs share a row and key head of a batch of many rows: 1 with more than `FEW_KEY_HEADS` key heads."""
-    if num_kv_heads > FEW_KEY_HEADS:
+    """How many programs share a row and KV head of a batch of many rows: 1 with more than `FEW_KV_HEADS` of them."""
+    if num_kv_heads > FEW_KV_HEADS:
         return 1
     wanted = min(MOST_SPLITS if batch_size <= 32 else MOST_SPLITS // 2, ENOUGH // (batch_size * num_kv_heads))
     return 1 << max(0, wanted.bit_length() - 1)
@@ -126,8 +124,8 @@ class FusedDecodePlan:
         if self.fp8 and self.batch_size <= PIPELINED:
             many = self.splits * self.batch_size * self.num_kv_heads >= FP8_PROGRAMS
             return total <= FP8_TOKENS or (many and longest * len(lens) <= 2 * total)
-        heads = min(self.num_kv_heads, KEY_HEADS)  # the fewer, the less a token takes
+        heads = min(self.num_kv_heads, KV_HEADS)  # the fewer, the less a token takes
         if self.stages:
-            return longest <= self.splits * max(LONG_ROW, total * heads // (8 * KEY_HEADS))
+            return longest <= max(total // 8, self.splits * max(LONG_ROW, total * heads // (8 * KV_HEADS)))
         most = min(MOST_TOKENS, MOST_TILES * self.tile * self.splits)
-        return total * heads <= MOST_TOKENS * KEY_HEADS and longest <= most
+        return total * heads <= MOST_TOKENS * KV_HEADS and longest <= most

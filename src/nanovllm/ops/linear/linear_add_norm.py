@@ -20,7 +20,7 @@ SUMS = 128  # sums in the registers of one thread, at most; programs of more tha
 PARTS = 8  # parts of the inputs, at most
 SHALLOW = 64  # inputs per loop step of programs that share a multiprocessor with others
 FEW_ROWS = 16  # rows whose programs have fewer rows, and more loads in flight
-MEASURED = 4096  # width of the narrowest model whose parts on several GPUs were measured; in wider ones, gated programs may take turns
+MEASURED = 4096  # width of the narrowest model whose parts on several GPUs were measured
 MOST_STAGES = 10
 DEEPEST = 4096  # with more inputs per program, and more rows than one program takes, cuBLAS is faster
 _LIBRARY = torch.library.Library("nanovllm", "FRAGMENT")
@@ -155,8 +155,8 @@ def wide_tile(rows: int, outputs: int, width: int, gated: bool, processors: int,
     """Choose the tile configuration that was the fastest of those tried on an H200; None if cuBLAS was faster.
 
     Each program takes a multiprocessor, so there are at most `processors` programs. Each uses at most `memory` bytes of shared memory.
-    Gated products with many outputs are an exception: several of their programs run on one multiprocessor, at once or one after another.
-    `split` says whether the inputs may be divided between programs.
+    Gated products are an exception: several of their programs may run on one multiprocessor, at once or one after another. `split` says
+    whether the inputs may be divided between programs.
     """
     blocks = -(-rows // ROWS)
     if (gated and blocks > 1) or rows > MOST:
@@ -174,25 +174,27 @@ def wide_tile(rows: int, outputs: int, width: int, gated: bool, processors: int,
 def _tiles(rows: int, hidden: int, gated: bool, split: bool, memory: int) -> tuple[tuple[WideTile, int], ...]:
     """Return tile configurations of a product, the best first, each with the most programs for a multiprocessor.
 
-    `hidden` is the width of the model, which is that of the inputs, or the number of outputs if `split`. Programs of few rows have memory
+    `hidden` is the number of inputs, or of outputs if `split`: of most products the width of the model. Programs of few rows have memory
     for more loads in flight. So they read as fast as the memory allows also if they leave multiprocessors idle.
     """
     wide, narrow, known = WideTile(outputs=64), WideTile(depth=256, stages=3), hidden >= MEASURED
     few = known and rows <= FEW_ROWS
     if split:
         return (narrow, 1), *(((WideTile(outputs=64, rows=FEW_ROWS, depth=256), 1),) if few else ()), (wide, 1)
-    if gated and few:
-        deep, shared = WideTile(rows=FEW_ROWS, depth=256), WideTile(rows=FEW_ROWS, warps=2)
-        return (deep, 1 if hidden == MEASURED else 2), (wide, 1), (shared, 5 if rows <= 8 else 3)
     if gated:
         shared = WideTile(rows=16 if rows <= 8 else ROWS, depth=SHALLOW)
-        return (WideTile(stages=5 if known else 4), 1), (wide, 1), (shared, memory // _bytes(shared, gated))
+        places, pair = memory // _bytes(shared, gated), WideTile(rows=FEW_ROWS, warps=2)
+        if few:
+            deep = _in_flight(WideTile(rows=FEW_ROWS, depth=256), memory, gated, 4)
+            last = pair if 2 * _bytes(pair, gated) <= memory else shared
+            return *((tile, 2 if hidden > MEASURED else 1) for tile in deep), (wide, 1), (last, places)
+        return *(((WideTile(stages=5), 1),) if known else ()), (WideTile(), 1), (wide, 1), (shared, places)
     usual = (WideTile(rows=32, stages=5) if rows <= 32 else narrow, 1), (wide, 1)
     if rows > ROWS or not known:
         return usual
     padded, depth = (FEW_ROWS, 256) if few else (32, 256) if rows <= 32 else (ROWS, 128)
-    small = (_in_flight(WideTile(outputs=each, rows=padded, depth=depth), memory) for each in ((16, 32, 64) if few else (16, 32)))
-    return *((tile, 1) for tile in small), *usual
+    small = [WideTile(outputs=each, rows=padded, depth=depth) for each in ((16, 32, 64) if few else (16, 32))]
+    return *((tile, 1) for one in small for tile in _in_flight(one, memory, gated, MOST_STAGES)), *usual
 
 
 def _bytes(tile: WideTile, gated: bool) -> int:
@@ -200,9 +202,10 @@ def _bytes(tile: WideTile, gated: bool) -> int:
     return 2 * tile.stages * tile.depth * (tile.rows + tile.outputs * (2 if gated else 1))
 
 
-def _in_flight(tile: WideTile, memory: int) -> WideTile:
-    """The tile configuration with as many loop steps in flight as fit into 7/8 of the shared memory."""
-    return replace(tile, stages=max(1, min(MOST_STAGES, memory * 7 // 8 // _bytes(replace(tile, stages=1), False))))
+def _in_flight(tile: WideTile, memory: int, gated: bool, most: int) -> tuple[WideTile, ...]:
+    """The tile configuration with up to `most` loop steps in flight, in 7/8 of the shared memory; none if that is for fewer than 3."""
+    stages = min(most, memory * 7 // 8 // _bytes(replace(tile, stages=1), gated))
+    return (replace(tile, stages=stages),) if stages >= 3 else ()
 
 
 def given_wide_tile(

@@ -7,7 +7,18 @@ import torch
 
 from nanovllm.ops.backends import dependent_launch, own_kernels, shared_memory
 from nanovllm.ops.linear.quantised import QuantisedMatrix
-from nanovllm.ops.linear.quantised_tiles import HELD, MOST_HELD, PROGRAMS, VECTOR, FewTile, many_fits, many_tile, regular, steps_of
+from nanovllm.ops.linear.quantised_tiles import (
+    HELD,
+    MOST_HELD,
+    PROGRAMS,
+    VECTOR,
+    FewTile,
+    many_fits,
+    many_tile,
+    regular,
+    scale_form,
+    steps_of,
+)
 from nanovllm.ops.moe.experts import ExpertsMismatchError, every_expert, experts, plus, require_experts, require_fit
 from nanovllm.ops.moe.tiles import QuantisedFewTiles, QuantisedGroupedTiles
 from nanovllm.types import Tensor
@@ -199,13 +210,13 @@ def grouped_tiles(pairs: float | int, gate_up: QuantisedMatrix, down: QuantisedM
         if first.rows == second.rows:
             break
         rows = min(first.rows, second.rows)
-    if rows == 16:
+    if rows == 16 and "spread" not in (scale_form(gate_up, first.depth), scale_form(down, second.depth)):
         hit = down.shape[0] * (1 - math.exp(-pairs))  # experts, if every token chooses at random
-        if hit * -(-down.columns // first.outputs) <= PROGRAMS:
-            more = replace(first, stages=max(first.stages, 6))
-            first = more if many_fits(more, gate_up[0], True, memory, split=False) else first
-        if (steps := -(-down.width // second.depth)) <= 3:
-            second = replace(second, stages=min(second.stages, 3), warps=1 if steps <= 2 else 2)
+        more = replace(first, stages=max(first.stages, 6))
+        if hit * -(-down.columns // first.outputs) <= PROGRAMS and many_fits(more, gate_up[0], True, memory, split=False):
+            first = more
+        if (steps := -(-down.width // second.depth)) <= 3:  # zeros take registers, which one warp lacks
+            second = replace(second, stages=min(second.stages, 3), warps=1 if steps <= 2 and down.zeros is None else 2)
     return QuantisedGroupedTiles(gate_up=first, down=second)
 
 
