@@ -2090,7 +2090,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("programs of few outputs have few loads on the way", "stages = min(most, memory", "stages = min(3, memory"),
         ("few rows have tiles of 64", "few = known and rows <= FEW_ROWS", "few = False"),
         ("programs have no loads on the way", "if stages >= 3 else ()", "if stages >= 1 else ()"),
-        ("an A100 has no tile of four steps", "if known else ()), (WideTile(), 1), (wide, 1)", "if known else ()), (wide, 1)"),
+        ("an A100 has no tile of four steps", "*more, (WideTile(), 1), (wide, 1)", "*more, (wide, 1)"),
         ("loads on the way exceed the memory", "memory * 7 // 8 //", "memory * 8 // 7 //"),
     ),
 )

@@ -180,18 +180,22 @@ def _tiles(rows: int, hidden: int, gated: bool, split: bool, memory: int) -> tup
     wide, narrow, known = WideTile(outputs=64), WideTile(depth=256, stages=3), hidden >= MEASURED
     few = known and rows <= FEW_ROWS
     if split:
-        return (narrow, 1), *(((WideTile(outputs=64, rows=FEW_ROWS, depth=256), 1),) if few else ()), (wide, 1)
+        deep = ((WideTile(outputs=64, rows=FEW_ROWS, depth=256), 1),) if few else ()
+        return (narrow, 1), *deep, (wide, 1)
     if gated:
-        shared = WideTile(rows=16 if rows <= 8 else ROWS, depth=SHALLOW)
-        places, pair = memory // _bytes(shared, gated), WideTile(rows=FEW_ROWS, warps=2)
+        several = WideTile(rows=16 if rows <= 8 else ROWS, depth=SHALLOW)  # run at once on a multiprocessor
+        places = memory // _bytes(several, gated)
         if few:
-            deep = _in_flight(WideTile(rows=FEW_ROWS, depth=256), memory, gated, 4)
-            last = pair if 2 * _bytes(pair, gated) <= memory else shared
-            return *((tile, 2 if hidden > MEASURED else 1) for tile in deep), (wide, 1), (last, places)
-        return *(((WideTile(stages=5), 1),) if known else ()), (WideTile(), 1), (wide, 1), (shared, places)
+            turns = 2 if hidden > MEASURED else 1  # programs of a multiprocessor, one after another
+            deep = ((tile, turns) for tile in _in_flight(WideTile(rows=FEW_ROWS, depth=256), memory, gated, 4))
+            pair = WideTile(rows=FEW_ROWS, warps=2)  # two run at once, the others in turn
+            return *deep, (wide, 1), (pair if 2 * _bytes(pair, gated) <= memory else several, places)
+        more = ((WideTile(stages=5), 1),) if known else ()
+        return *more, (WideTile(), 1), (wide, 1), (several, places)
     usual = (WideTile(rows=32, stages=5) if rows <= 32 else narrow, 1), (wide, 1)
     if rows > ROWS or not known:
         return usual
+    # The fewer outputs a program has, the more programs there are; with all multiprocessors busy, more outputs are better.
     padded, depth = (FEW_ROWS, 256) if few else (32, 256) if rows <= 32 else (ROWS, 128)
     small = [WideTile(outputs=each, rows=padded, depth=depth) for each in ((16, 32, 64) if few else (16, 32))]
     return *((tile, 1) for one in small for tile in _in_flight(one, memory, gated, MOST_STAGES)), *usual
