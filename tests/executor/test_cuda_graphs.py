@@ -109,7 +109,7 @@ def test_few_long_rows_attend_by_our_own_kernel_where_flashinfer_has_no_plans(gr
     assert graphs.fused_handle(replace(host, page_counts=np.array([30_000 // PAGE, *[1] * 23], np.int32))) is None
     medium = replace(batch(16, 1, 0), seq_lens=np.full(16, 2048, np.int32), page_counts=np.full(16, 2048 // PAGE, np.int32))
     graphs._cascade_plans[16] = graphs._cascade_plans[4]
-    graphs._fused_plans[16] = FusedDecodePlan(16, 8, 8, 16, torch.device("cpu"))  # of so many key heads that it leaves such rows to others
+    graphs._fused_plans[16] = FusedDecodePlan(16, 8, 8, 16, torch.device("cpu"))  # of so many KV heads that it leaves such rows to others
     assert graphs._follow(medium) == ("planned" if ready else "fused") and graphs.fused_handle(medium) == (None if ready else 0)
     some = replace(batch(4, 1, 0), page_counts=np.array([30_000 // PAGE, 1, 1, 1], np.int32))
     handle = graphs.fused_handle(some)

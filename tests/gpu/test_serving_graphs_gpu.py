@@ -40,7 +40,7 @@ CLIENTS: dict[str, nv.SamplingParams] = {
 
 @pytest.fixture(scope="module")
 def model() -> nv.Model:
-    """Of so many key heads that few rows of these lengths are long."""
+    """Of so many KV heads that few rows of these lengths are long."""
     config = tiny_config("Qwen3ForCausalLM", **{**SMALL, "num_heads": 8, "num_kv_heads": 8}, max_position_embeddings=4096)
     return random_model(config, 0, "bfloat16", device="cuda", std=0.05)
 

@@ -2082,6 +2082,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("many rows of one KV head are few programs", "if num_kv_heads > FEW_KV_HEADS:", "if True:"),
         ("a plan of one KV head reads no more tokens", "total * heads <= MOST_TOKENS * KV_HEADS", "total <= MOST_TOKENS"),
         ("one row of one KV head may be as long as eight rows", "most = min(MOST_TOKENS, MOST_TILES", "most = min(1 << 20, MOST_TILES"),
+        ("long rows in FP8 go by KV heads", "KV_HEADS if self.fp8 else min", "min"),
         ("a long row is the same part of all with one KV head", "total * heads // (8 * KV_HEADS)", "total // 8"),
     ),
     *bugs(

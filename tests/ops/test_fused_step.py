@@ -230,6 +230,8 @@ def test_how_many_tokens_a_plan_reads_goes_by_its_kv_heads() -> None:
         plan = FusedDecodePlan(rows, 8 * heads, heads, 128, torch.device("cpu"))
         assert plan.serves(np.array([longest] + [short] * (rows - 1), np.int32))
         assert not plan.serves(np.array([4 * longest] + [short] * (rows - 1), np.int32))
+    eights = [FusedDecodePlan(24, 8 * heads, heads, 128, torch.device("cpu"), fp8=True) for heads in (1, 8)]  # were not measured
+    assert all(plan.serves(np.array([5000] + [1000] * 23, np.int32)) for plan in eights)
 
 
 def test_a_plan_for_long_rows_takes_any_lengths() -> None:
@@ -275,7 +277,7 @@ def test_tiles_in_fp8_have_registers_and_memory(head_dim: int, rows: int) -> Non
 
 @pytest.mark.interpret
 def test_a_plan_without_parts_interpreted() -> None:
-    """As it is made for many rows of many key heads; what it holds is never read, and the memory behind it never written."""
+    """As it is made for many rows of many KV heads; what it holds is never read, and the memory behind it never written."""
     from nanovllm.ops.attention import triton_rope_attend
 
     given = attention_problem([1, 70, 3, *range(20, 34)], 6, 6, 16, 4, True, torch.float32)

@@ -209,8 +209,8 @@ def test_every_number_of_tokens_has_tiles_that_fit(name: str, kind: Kind, group:
 )
 def test_narrow_experts_have_small_programs(inner: int, stages: tuple[int, int], down: tuple[int, int]) -> None:
     """Gate and up keep more steps on the way while few experts are hit; down products of few steps have few warps."""
-    parts = (as_shape(quantised_problem("fp8", 2, columns, gpu=True), 128, rows) for rows, columns in ((2 * inner, 4096), (4096, inner)))
-    gate_up, second = parts
+    sizes = (2 * inner, 4096), (4096, inner)
+    gate_up, second = (as_shape(quantised_problem("fp8", 2, columns, gpu=True), 128, rows) for rows, columns in sizes)
     tiles = [grouped_tiles(tokens * 8 / 128, gate_up, second, 200_000) for tokens in (8, 64)]
     assert tuple(each.gate_up.stages for each in tiles) == stages
     assert all((each.down.stages, each.down.warps) == down and each.gate_up.warps == 4 for each in tiles)

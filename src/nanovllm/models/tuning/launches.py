@@ -72,7 +72,7 @@ class Work:
         rows: Rows of the decode step.
         outputs: Outputs of a product; query heads of attention.
         width: Inputs of a product; channels of a head of attention.
-        kv_heads: KV heads of attention. A product has none.
+        kv_heads: KV heads of attention; not used for a product.
         gated: Whether a product has two matrices, gate and up.
         norm: Whether the kernel also computes the norm of its input.
         codes: How the matrix is quantised; None if it is not.

@@ -93,7 +93,7 @@ def attention_fits(cut: Sequence[int], head_dim: int, memory: int) -> bool:
 class FusedDecodePlan:
     """Scratch memory in which the programs of one launch merge partial results, for batches of `batch_size` rows.
 
-    All layers of a step share the plan. A row's tokens are divided into tiles, which `splits` programs per key head take in turn. All
+    All layers of a step share the plan. A row's tokens are divided into tiles, which `splits` programs per KV head take in turn. All
     launches with one plan must run on one stream. `cut` is a tile configuration in the form of `cut_of`; empty means the result of
     `cut_of`. `fp8` says whether the KV is in FP8. With `long`, the plan is for rows of any lengths, at most `PIPELINED`, not in FP8. Raises
     `CutError` for a configuration that does not fit.
@@ -124,7 +124,7 @@ class FusedDecodePlan:
         if self.fp8 and self.batch_size <= PIPELINED:
             many = self.splits * self.batch_size * self.num_kv_heads >= FP8_PROGRAMS
             return total <= FP8_TOKENS or (many and longest * len(lens) <= 2 * total)
-        heads = min(self.num_kv_heads, KV_HEADS)  # the fewer, the less a token takes
+        heads = KV_HEADS if self.fp8 else min(self.num_kv_heads, KV_HEADS)  # the fewer, the less a token takes; in FP8 not measured
         if self.stages:
             return longest <= max(total // 8, self.splits * max(LONG_ROW, total * heads // (8 * KV_HEADS)))
         most = min(MOST_TOKENS, MOST_TILES * self.tile * self.splits)

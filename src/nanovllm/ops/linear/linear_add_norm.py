@@ -161,8 +161,9 @@ def wide_tile(rows: int, outputs: int, width: int, gated: bool, processors: int,
     blocks = -(-rows // ROWS)
     if (gated and blocks > 1) or rows > MOST:
         return None
+    tiles = _tiles(rows, outputs if split else width, gated, split, memory)
     for parts in (4, 3, 2, 1) if split else (1,):
-        for tile, places in _tiles(rows, outputs if split else width, gated, split, memory):
+        for tile, places in tiles:
             used = _bytes(tile, gated)
             if used > memory or outputs % tile.outputs or width % (tile.depth * parts) or (blocks > 1 and width > DEEPEST * parts):
                 continue
@@ -183,7 +184,7 @@ def _tiles(rows: int, hidden: int, gated: bool, split: bool, memory: int) -> tup
         deep = ((WideTile(outputs=64, rows=FEW_ROWS, depth=256), 1),) if few else ()
         return (narrow, 1), *deep, (wide, 1)
     if gated:
-        several = WideTile(rows=16 if rows <= 8 else ROWS, depth=SHALLOW)  # run at once on a multiprocessor
+        several = WideTile(rows=FEW_ROWS if rows <= 8 else ROWS, depth=SHALLOW)  # run at once on a multiprocessor
         places = memory // _bytes(several, gated)
         if few:
             turns = 2 if hidden > MEASURED else 1  # programs of a multiprocessor, one after another
