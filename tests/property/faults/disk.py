@@ -201,6 +201,7 @@ DISK_FAULTS: tuple[Fault, ...] = (
         machine=DiskMachine,
         targets=((offload, "forget"),),
         faulty=_forgets_reads_after_a_failure_without_freeing,
+        draw=2,
     ),
     Fault(
         name="disk: a host page is free while it is read",
@@ -239,7 +240,7 @@ DISK_FAULTS: tuple[Fault, ...] = (
         machine=DiskMachine,
         targets=((disk_pages, "read_ahead"),),
         faulty=_lets_reads_replace_chunks,
-        draw=3,
+        draw=8,
     ),
     Fault(
         name="disk: last pages of preempted requests are written",

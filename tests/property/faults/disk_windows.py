@@ -73,7 +73,7 @@ DISK_WINDOW_FAULTS: tuple[Fault, ...] = (
     _fault("frames of other prefixes are written", _takes_frames_of_other_prefixes, *LASTING),
     _fault("frames that were not copied are written", _writes_frames_of_bare_pages, *LASTING, draw=1),
     _fault("pages are used before their frames came", _does_not_wait_for_frames, (disk_pages, "arrived")),
-    _fault("a page that was replaced by a whole one stays used", _keeps_a_bare_page_that_was_replaced, (disk_pages, "arrived")),
+    _fault("a page that was replaced by a whole one stays used", _keeps_a_bare_page_that_was_replaced, (disk_pages, "arrived"), draw=15),
     _fault("the file of a page is taken for that of its frame", _takes_a_page_for_its_frame, (kv_disk, "frame_key")),
     _fault("frames are read into the place of pages", _reads_frames_into_pages, (HostMemory, "view")),
     _fault("pages without KV are flushed", _finds_frames_that_are_gone, (pools, "addresses"), machine=DiskFrameMachine),

@@ -98,7 +98,7 @@ HOST_WINDOW_FAULTS: tuple[Fault, ...] = (
     _fault("frames copied to each other's places", _copies_frames_to_each_others_places, (offload, "load")),
     _fault("a page's number taken for its frame", _takes_the_number_of_a_page_for_its_frame, (pools, "addresses")),
     _fault("a page on the device gets a frame without KV", _leaves_new_frames_as_they_are, (host_loads, "copied")),
-    _fault("new frames are trusted after a failed step", _does_not_note_new_frames, (Taken, "note"), FailedSteps, draw=5),
+    _fault("new frames are trusted after a failed step", _does_not_note_new_frames, (Taken, "note"), FailedSteps, draw=6),
     _fault("pages without KV are kept", _keeps_pages_without_kv, (pools, "kept"), HostFrameMachine, draw=3),
-    _fault("a chunk moves over pages without frames", _moves_a_chunk_over_bare_pages, (offload_module, "move_out"), ManyMoves, draw=4),
+    _fault("a chunk moves over pages without frames", _moves_a_chunk_over_bare_pages, (offload_module, "move_out"), ManyMoves, draw=13),
 )

@@ -115,7 +115,7 @@ WINDOW_FAULTS: tuple[Fault, ...] = (
         machine=WindowMachine,
         draw=8,
     ),
-    _fault("a retired page given up twice", _forgets_what_is_retired, (preemption, "give_up_pages"), machine=WindowMachine, draw=1),
+    _fault("a retired page given up twice", _forgets_what_is_retired, (preemption, "give_up_pages"), machine=WindowMachine, draw=2),
     _fault("a copy without its frame", _copies_pages_as_frames, (draft, "frames_of_copies"), machine=WindowChunkMachine),
     _fault("a chunk's copy without its frame", _copies_pages_as_frames, (fill, "frames_of_copies"), machine=WindowChunkMachine),
     _fault(
@@ -123,7 +123,7 @@ WINDOW_FAULTS: tuple[Fault, ...] = (
         _forgets_overwritten_frames,
         (donation, "pages_with"),
         machine=WindowMachine,
-        draw=3,
+        draw=2,
     ),
     _fault("slots of frames that do not move on", _writes_on_where_it_was, (decode, "advance"), machine=MixedWindowMachine),
     _fault("pages taken for frames", _takes_pages_for_frames, (batch, "frame_tables"), machine=MixedWindowMachine),
