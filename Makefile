@@ -54,8 +54,8 @@ lint: $(DEV)
 # In several processes with a thread each: threads of their own would spin for cores that the other processes need.
 TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --dist worksteal
 PYTEST := $(TESTS) -n auto --maxprocesses 4
-# Where tests wait for servers and ranks, three for two cores are a quarter faster than two.
-WAITING := $(TESTS) -n $(shell echo $$((3 * $$(getconf _NPROCESSORS_ONLN) / 2))) --maxprocesses 6
+# On two cores, where tests wait for servers and ranks, three processes were a quarter faster than two.
+WAITING := $(TESTS) -n $(shell echo $$((3 * $$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN) / 2))) --maxprocesses 6
 
 HOOK := --jaxtyping-packages=nanovllm,beartype.beartype
 

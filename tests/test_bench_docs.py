@@ -37,6 +37,7 @@ def test_the_rates_of_several_gpus_are_those_of_their_files() -> None:
         recorded = json.loads((RESULTS / name).read_text(encoding="utf-8"))
         assert recorded["model"].startswith(model.split()[0].lower())
         assert recorded.get("share_of", recorded.get("gpus", 1)) == int(gpus)
+        assert ("share_of" in recorded) == (text.index(name) > text.index("**One rank alone.**")), name
         assert ("FP8" in model) == (recorded.get("quantization") is not None)
         *shown, start = (cell.strip() for cell in cells.split("|"))
         rows_of_bench = recorded.get("workloads", ())  # a file of `nanovllm bench`: the first token of its long prompt is a row
