@@ -107,15 +107,20 @@ def weights_of(model: nv.Model) -> int:
     return sum(weight.numel() for weight in pytree.tree_leaves(model.params.layers) if weight is not None)
 
 
+def set_bound(monkeypatch: pytest.MonkeyPatch, products: float, slower: float = prompt_graphs.BUSY) -> None:
+    """Let a host that is `slower` than a quiet one launch a layer of 16-bit weights while the GPU computes so many products of numbers."""
+    monkeypatch.setattr(prompt_graphs, "LAYER_FLOPS", 2 * products / slower)
+
+
 def test_quantised_weights_are_counted_as_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not as the elements that hold their codes: prompts multiply with them. They need more launches, so that larger steps are captured."""
     model = random_model(tiny_config())
-    monkeypatch.setattr(prompt_graphs, "LAYER_FLOPS", 2 * 700 * weights_of(model) / model.config.num_layers)
+    set_bound(monkeypatch, 700 * weights_of(model) / model.config.num_layers)
     limits = replace(LIMITS, max_num_batched_tokens=8192)
     assert prompt_kinds(model, limits)[-1].tokens == 640
     for kind in KINDS:
         rounded = replace(model, params=rounded_params(model.params, Rounding(kind=kind)))
-        assert prompt_kinds(rounded, limits)[-1].tokens == 1536
+        assert prompt_kinds(rounded, limits)[-1].tokens == 1536  # at most 1,750
 
 
 def test_experts_count_as_far_as_a_token_is_routed_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,24 +133,24 @@ def test_experts_count_as_far_as_a_token_is_routed_to_them(monkeypatch: pytest.M
     experts = sum(each.gate_up.numel() + each.down.numel() for each in stacked)
     multiplied = weights_of(model) - experts + prompt_graphs.EXPERTS * experts * moe.top_k // moe.num_experts
     for tokens, most in ((639, 512), (641, 640)):
-        monkeypatch.setattr(prompt_graphs, "LAYER_FLOPS", 2 * tokens * multiplied / model.config.num_layers)
+        set_bound(monkeypatch, tokens * multiplied / model.config.num_layers)
         assert prompt_kinds(model, replace(LIMITS, max_num_batched_tokens=8192))[-1].tokens == most
 
 
 def test_ranks_capture_more_of_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their launches take longer, and their share of the weights is what they multiply."""
+    """Their launches take longer, and their share of the weights is what they multiply. For a busy host they capture no more."""
     whole = random_model(tiny_config())
     limits = replace(LIMITS, max_num_batched_tokens=8192)
-    monkeypatch.setattr(prompt_graphs, "LAYER_FLOPS", 2 * 4000 * weights_of(whole) / whole.config.num_layers)
+    set_bound(monkeypatch, 4000 * weights_of(whole) / whole.config.num_layers)
     assert prompt_kinds(whole, limits)[-1].tokens == 3584
 
     def of_a_rank(mesh: Mesh) -> tuple[int, int]:
         model = random_model(tiny_config(), mesh=mesh)
-        monkeypatch.setattr(prompt_graphs, "LAYER_FLOPS", 2 * 3100 * weights_of(model) / model.config.num_layers)
+        set_bound(monkeypatch, 3100 * weights_of(model) / model.config.num_layers, 1)
         return prompt_kinds(model, limits)[-1].tokens, prompt_kinds(model, replace(limits, max_num_batched_tokens=5000))[-1].tokens
 
     assert run_ranks(of_a_rank, 2) == [(6144, 4096)] * 2
-    monkeypatch.setattr(prompt_graphs, "LAYER_FLOPS", 2 * 7000 * weights_of(whole) / whole.config.num_layers)
+    set_bound(monkeypatch, 7000 * weights_of(whole) / whole.config.num_layers)
     assert run_ranks(lambda mesh: prompt_kinds(random_model(tiny_config(), mesh=mesh), limits)[-1].tokens, 1) == [4096]
 
 
@@ -178,7 +183,7 @@ def test_prompts_far_behind_others_are_launched(monkeypatch: pytest.MonkeyPatch)
     pair = 4 * config.num_heads * config.head_dim  # FLOPs of a token that attends to another
     kv = init_kv(config, num_pages=limits.num_pages, page_size=limits.page_size, dtype=model.dtype, device=model.device)
     with without_cuda(), torch.no_grad():
-        monkeypatch.setattr(prompt_graphs, "LAYER_FLOPS", 2.0 * pair * 2000)
+        monkeypatch.setattr(prompt_graphs, "LAYER_FLOPS", 2.0 * pair * 2000)  # of a quiet host
         kind = PromptKind(tokens=16, rows=2)
         graphs = PromptGraphs(model, limits, [kind], registry.forward, warm=model.params)
         graphs.capture(kv, kind)

@@ -69,7 +69,7 @@ PROGRAM = """
 import sys, torch, nanovllm as nv
 from triton import knobs
 from tests.gpu.small import small_model
-compiled = []
+compiled, built = [], []
 model = small_model()
 from nanovllm.ops import compile_ahead
 original = compile_ahead.FirstStart.rehearse
@@ -79,20 +79,23 @@ def rehearse(self, call):
     print("ahead", len(compiled) - before)
 compile_ahead.FirstStart.rehearse = rehearse
 knobs.runtime.jit_post_compile_hook = lambda **given: compiled.append(given["fn"].name)
+knobs.compilation.listener = lambda *, src, cache_hit, **given: cache_hit or built.append(src.name)
 state = nv.init_state(model, num_pages=64, page_size=16, max_num_seqs=20, max_num_batched_tokens=512, max_model_len=256)
 print("all", len(compiled))
+print("built", *built)
 nv.generate(model, state, list(range(20)), nv.SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
 """
 
 
 def test_kernels_are_compiled_ahead_once(tmp_path: Path) -> None:
-    """Nearly all kernels of a first start are compiled by rehearsals; the second start rehearses nothing."""
+    """Nearly all kernels of a first start are compiled by rehearsals. The second start rehearses nothing, and compiles nothing anew."""
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
     runs = []
     for _ in range(2):
         run = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=300, check=True)
         lines = [line.split() for line in run.stdout.splitlines()]
-        runs.append((sum(int(n) for name, n in lines if name == "ahead"), sum(int(n) for name, n in lines if name == "all")))
-    (ahead, every), (again, loaded) = runs
-    assert ahead >= 0.8 * every > 0, runs
-    assert again == 0 and loaded > 0, runs
+        ahead, every = (sum(int(n) for name, *rest in lines if name == wanted for n in rest) for wanted in ("ahead", "all"))
+        runs.append((ahead, every, [kernel for name, *rest in lines if name == "built" for kernel in rest]))
+    (ahead, every, built), (again, loaded, anew) = runs
+    assert ahead >= 0.8 * every > 0 and built, runs
+    assert again == 0 and loaded > 0 and anew == [], runs

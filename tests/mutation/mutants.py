@@ -237,6 +237,11 @@ MUTANTS: tuple[Mutant, ...] = (
         ("what leaves the device is not written", "disk.keep(lasting(host, written))", "pass"),
     ),
     *bugs(
+        "ops/kernel_keys.py",
+        ("tests/ops/test_kernel_keys.py",),
+        ("keys are made when kernels are launched", "if isinstance(function, JITFunction):", "if False:"),
+    ),
+    *bugs(
         "executor/prompt_graphs.py",
         ("tests/executor/test_prompt_buffers.py",),
         (
@@ -250,6 +255,8 @@ MUTANTS: tuple[Mutant, ...] = (
             "counts @ (counts - counts // 2)",
         ),
         ("experts count as far as they are stored", "* (routed if stacked else 1.0)", "* 1.0"),
+        ("a busy host counts as a quiet one", "slower = 1 if _shared(model) else BUSY", "slower = 1"),
+        ("long prompts of ranks never run as halves", "slower = 1 if _shared(model) else BUSY", "slower = BUSY"),
         (
             "ranks capture what suits their own GPU",
             "(most,) = least(model.config.mesh, [min(limits.max_num_batched_tokens, _most_tokens(model))])",

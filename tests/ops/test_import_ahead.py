@@ -17,6 +17,8 @@ wait_for_triton()
 from triton.runtime.cache import triton_key
 triton_key()
 print(triton_key.cache_info().misses)
+from nanovllm.ops.sampling import triton_sampling
+assert triton_sampling._draw_kernel.hash is not None
 for thread in threads:
     thread.join()
 print(len(threads))

@@ -30,6 +30,7 @@ from nanovllm.ops.compile_ahead import FirstStart
 from nanovllm.ops.cpu.build import library
 from nanovllm.ops.cpu.native import SOURCE, SYMBOLS
 from nanovllm.ops.import_ahead import wait_for_triton
+from nanovllm.ops.kernel_keys import hash_kernels
 from nanovllm.ops.sampling import cpu_sampling
 from nanovllm.sampling.row_options import KINDS
 from nanovllm.state.kv_cache import KVState
@@ -80,6 +81,8 @@ def first_start(
     """
     if model.device.type == "cuda":
         wait_for_triton()  # kernels are launched from here on
+        if own_kernels(model.device, model.dtype):
+            hash_kernels()
     # Ranks that share a model compile as they go: a rehearsal on one rank alone would wait for the others.
     alone = model.config.moe is None and model.config.mesh is None
     ahead = alone and _captures(model, limits, compile) and own_kernels(model.device, model.dtype)

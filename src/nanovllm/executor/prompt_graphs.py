@@ -1,4 +1,4 @@
-"""Captured prompts: CUDA graphs by number of tokens, for prompts that take the GPU less time than the host needs to launch kernels.
+"""Captured prompts: CUDA graphs by number of tokens, for prompts that take the GPU less time than a busy host needs to launch kernels.
 
 A step's prompts are filled into static buffers, with padding up to the tokens of the graph. Sampling is not part of the graph.
 """
@@ -33,8 +33,9 @@ LAYER_FLOPS = 3e11
 MULTIPROCESSORS = 132  # of an H200
 QUANTISED = 1.5  # times as many in addition: matrices are dequantised in pieces. Experts and FP8 activations, which are not, count the same
 RANKS = 1.0  # times as many in addition: sums of many rows are launched by NCCL
+BUSY = 2  # times as long, or longer, takes a host that has other work. A graph costs a quiet host only its padding
 EXPERTS = 3  # products of experts take so many times as long as others
-SIZES = (192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072, 3584, 4096)  # tokens
+SIZES = (192, 256, 384, 512, 640, 768, 896, 1024, 1152, 1280, 1408, 1536, 1792, 2048, 2560, 3072, 3584, 4096)  # tokens
 LARGE_SIZES = (5120, 6144, 7168, 8192)  # of models that ranks share
 FEW_ROWS = 8  # prompts of the graphs that waste little on rows without a prompt
 WIDE_SIZES = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)  # of the graphs for as many prompts as the engine runs at once
@@ -61,18 +62,22 @@ def prompt_kinds(model: Model, limits: EngineConfig, choice: FastChoice | None) 
 
 
 def _most_tokens(model: Model) -> int:
-    """The tokens of a step that takes the GPU as long as its launches take the host."""
+    """The tokens of a step that takes the GPU as long as its launches take a busy host, or a quiet one if ranks share the model.
+
+    Launched one by one, long prompts of ranks run as two halves, which hides their sums.
+    """
     moe = model.config.moe
     routed = 1.0 if moe is None else EXPERTS * moe.top_k / moe.num_experts  # for each weight of an expert
     multiplied = 0.0  # weights that a token is multiplied by
     for weight in _weights(model):
         stacked = len(weight.shape) == 3  # as the matrices of experts are
         multiplied += math.prod(weight.shape) * (routed if stacked else 1.0)
-    return int(_flops_while_launching(model) / (2 * multiplied))
+    slower = 1 if _shared(model) else BUSY
+    return int(slower * _flops_while_launching(model) / (2 * multiplied))
 
 
 def _flops_while_launching(model: Model) -> float:
-    """What the GPU computes while the host launches the kernels of a step one by one."""
+    """What the GPU computes while a quiet host launches the kernels of a step one by one."""
     speed = 1.0
     if model.device.type == "cuda":
         speed = processors(model.device) / MULTIPROCESSORS / (1 if capability(model.device) >= (9, 0) else 2)

@@ -4,6 +4,7 @@ from contextlib import suppress
 from threading import Thread, enumerate
 
 from nanovllm.ops.backends import installed
+from nanovllm.ops.kernel_keys import hash_kernels
 
 HASHING = "nanovllm-triton"  # the name of the thread
 
@@ -11,8 +12,8 @@ HASHING = "nanovllm-triton"  # the name of the thread
 def import_ahead() -> list[Thread]:
     """Begin to import Triton and FlashInfer, as far as they are installed.
 
-    Triton also hashes its own files, hundreds of megabytes, before it looks for the first kernel on the disk. An import that fails is
-    tried again, and explained, where the package is needed.
+    Triton also hashes its own files, hundreds of megabytes, before it looks for the first kernel on the disk. Our kernels are imported and
+    hashed after that. An import that fails is tried again, and explained, where the package is needed.
 
     Returns:
         The threads. An import that needs the same module waits by itself. A first launch of a Triton kernel calls `wait_for_triton` before.
@@ -36,6 +37,7 @@ def _triton() -> None:
         from triton.runtime.cache import triton_key
 
         triton_key()  # is kept by Triton
+        hash_kernels()
 
 
 def _flashinfer() -> None:

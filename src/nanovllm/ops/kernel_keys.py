@@ -1,0 +1,33 @@
+"""The keys by which Triton finds compiled kernels on the disk, made in one order, so that every process makes the same ones.
+
+The key of a kernel has the constants of the functions that it calls, but in Triton 3.7 and before only of those whose own key was made
+earlier (triton-lang/triton#10494). Threads that compile kernels at a first start made other keys than the second start, which launches one
+kernel after the other. So the second start compiled a part of them once more.
+"""
+
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+OPS = Path(__file__).parent
+
+
+def kernel_files() -> list[Path]:
+    """The files of all Triton kernels, in a fixed order."""
+    return sorted(OPS.rglob("triton_*.py"))
+
+
+def hash_kernels() -> None:
+    """Make the keys of all Triton functions of this package, in a fixed order. Called before the first launch; later calls take no time."""
+    from triton import JITFunction  # not installed everywhere
+
+    for function in _functions():
+        if isinstance(function, JITFunction):  # the interpreter has others, without keys
+            _ = function.cache_key  # is kept
+
+
+def _functions() -> Iterator[object]:
+    """What the files of kernels define and import."""
+    package = __package__ or ""
+    for file in kernel_files():
+        yield from vars(import_module(".".join((package, *file.relative_to(OPS).with_suffix("").parts)))).values()
