@@ -124,7 +124,7 @@ def test_quantised_weights_are_counted_as_weights(monkeypatch: pytest.MonkeyPatc
 
 
 def test_experts_count_as_far_as_a_token_is_routed_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And several times, because their products are slower."""
+    """And several times, because their products are slower. For a busy host no more are captured."""
     model = random_model(tiny_config("Qwen3MoeForCausalLM"))
     moe = model.config.moe
     assert moe is not None and moe.top_k < moe.num_experts
@@ -133,7 +133,7 @@ def test_experts_count_as_far_as_a_token_is_routed_to_them(monkeypatch: pytest.M
     experts = sum(each.gate_up.numel() + each.down.numel() for each in stacked)
     multiplied = weights_of(model) - experts + prompt_graphs.EXPERTS * experts * moe.top_k // moe.num_experts
     for tokens, most in ((639, 512), (641, 640)):
-        set_bound(monkeypatch, tokens * multiplied / model.config.num_layers)
+        set_bound(monkeypatch, tokens * multiplied / model.config.num_layers, 1)
         assert prompt_kinds(model, replace(LIMITS, max_num_batched_tokens=8192))[-1].tokens == most
 
 

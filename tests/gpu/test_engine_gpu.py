@@ -80,7 +80,7 @@ def test_captured_prompts_equal_eager_ones(model: nv.Model):
     for together in (False, True):
         state = nv.init_state(model, **WIDE)
         executor = state.runtime.executor
-        assert isinstance(executor, GraphExecutor) and executor._short is not None and len(executor._short.kinds) == 10
+        assert isinstance(executor, GraphExecutor) and executor._short is not None and len(executor._short.kinds) == 11
         ran = []
         run = executor._short.run
         executor._short.run = lambda *args, run=run, ran=ran: ran.append(run(*args)) or ran[-1]

@@ -255,8 +255,13 @@ MUTANTS: tuple[Mutant, ...] = (
             "counts @ (counts - counts // 2)",
         ),
         ("experts count as far as they are stored", "* (routed if stacked else 1.0)", "* 1.0"),
-        ("a busy host counts as a quiet one", "slower = 1 if _shared(model) else BUSY", "slower = 1"),
-        ("long prompts of ranks never run as halves", "slower = 1 if _shared(model) else BUSY", "slower = BUSY"),
+        ("a busy host counts as a quiet one", "slower = 1 if _shared(model) or moe is not None else BUSY", "slower = 1"),
+        ("long prompts of ranks do not run as halves", "slower = 1 if _shared(model) or", "slower = 1 if"),
+        (
+            "experts have graphs that are slower than launches",
+            "slower = 1 if _shared(model) or moe is not None",
+            "slower = 1 if _shared(model)",
+        ),
         (
             "ranks capture what suits their own GPU",
             "(most,) = least(model.config.mesh, [min(limits.max_num_batched_tokens, _most_tokens(model))])",
@@ -1952,6 +1957,22 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/entrypoints/ranks/test_faults.py",),
         ("states are not compared", "(one.digest, one.error) != (own.digest, own.error)", "one.error != own.error"),
         ("different engines begin", "if any(one.digest != own.digest for one", "if any(one.digest == '' for one"),
+    ),
+    *bugs(
+        "entrypoints/ranks/process.py",
+        ("tests/entrypoints/ranks/test_process.py",),
+        ("the library is initialised after the imports", "    if cuda:\n        begin_nvml()\n", ""),
+        ("a rank on a CPU wakes the driver of GPUs", "    if cuda:\n", "    if True:\n"),
+    ),
+    *bugs(
+        "entrypoints/ranks/followers.py",
+        ("tests/entrypoints/ranks/test_process.py",),
+        ("files of ranks hide modules of their names", '[sys.executable, "-P", process', "[sys.executable, process"),
+        (
+            "ranks do not find what is in the current folder",
+            "path or os.getcwd() for path in sys.path",
+            "path for path in sys.path if path",
+        ),
     ),
     *bugs(
         "entrypoints/ranks/follower.py",

@@ -1,13 +1,19 @@
 """Triton finds a compiled kernel again whichever kernel a process launches first."""
 
 import json
+import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
+import torch
 
-from nanovllm.ops.kernel_keys import kernel_files
+from nanovllm.config import EngineConfig
+from nanovllm.executor import build_executor
+from nanovllm.ops.kernel_keys import hash_kernels, kernel_files
+from nanovllm.testing.models import random_model, tiny_config
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 PROGRAM = """
@@ -15,18 +21,40 @@ import json, random, sys
 from nanovllm.ops import kernel_keys
 kernel_keys.hash_kernels()
 import triton
-functions = {f"{each.module}.{each.fn.__qualname__}": each for each in kernel_keys._functions() if isinstance(each, triton.JITFunction)}
+modules = [module for name, module in sorted(sys.modules.items()) if name.startswith("nanovllm.ops.")]
+found = [each for module in modules for each in vars(module).values() if isinstance(each, triton.JITFunction)]
+functions = {f"{each.module}.{each.fn.__qualname__}": each for each in found}
 names = sorted(functions)
 random.Random(int(sys.argv[1])).shuffle(names)
 print(json.dumps({name: functions[name].cache_key for name in names}, sort_keys=True))
 """
+LIMITS = EngineConfig(num_pages=8, page_size=16, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64, seed=0)
 
 
 def test_the_keys_of_kernels_do_not_depend_on_which_is_launched_first() -> None:
     command = [sys.executable, "-c", PROGRAM]
-    running = [subprocess.Popen([*command, str(seed)], stdout=subprocess.PIPE, text=True) for seed in range(3)]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    running = [subprocess.Popen([*command, str(seed)], env=environment, stdout=subprocess.PIPE, text=True) for seed in range(3)]
     told = [one.communicate(timeout=600)[0] for one in running]
     assert told[0] == told[1] == told[2]
     keys = json.loads(told[0])
     assert {name.rpartition(".")[0].rpartition(".")[2] for name in keys} == {file.stem for file in kernel_files()}
     assert len(set(keys.values())) == len(keys) > 100
+
+
+def test_a_file_that_cannot_be_imported_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a Triton that lacks what only kernels of another model use."""
+    file = kernel_files()[0]
+    monkeypatch.setattr("nanovllm.ops.kernel_keys.kernel_files", lambda: [file.with_name("triton_nothing.py"), file])
+    hash_kernels()
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"])
+def test_a_start_on_a_gpu_makes_the_keys_before_it_launches(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also that of a model whose kernels are not compiled ahead, or that runs plain layers."""
+    model, made = random_model(tiny_config(architecture)), list[str]()
+    monkeypatch.setattr(build_executor, "hash_kernels", lambda: made.append("keys"))
+    for device, want in (("cpu", []), ("cuda", ["keys"])):
+        there = replace(model, device=torch.device(device))
+        build_executor.first_start(there, LIMITS, False, None, None, checked=False, sized=False)
+        assert made == want

@@ -18,6 +18,7 @@ from nanovllm.executor.compiled import compiled_forward
 from nanovllm.executor.distributed import least
 from nanovllm.executor.eager import EagerExecutor
 from nanovllm.executor.executor import Executor
+from nanovllm.executor.prompt_graphs import prompt_kinds
 from nanovllm.models.check.examine import by_cuts, choose
 from nanovllm.models.check.passed import note_passed, passed
 from nanovllm.models.fast.choice import FastChoice
@@ -25,7 +26,7 @@ from nanovllm.models.fast.cuts import Cuts
 from nanovllm.models.fast.path import against
 from nanovllm.models.model import Model
 from nanovllm.models.tuning.choose import cuts_for, plain
-from nanovllm.ops.backends import attention_backend, own_kernels
+from nanovllm.ops.backends import attention_backend, installed, own_kernels
 from nanovllm.ops.compile_ahead import FirstStart
 from nanovllm.ops.cpu.build import library
 from nanovllm.ops.cpu.native import SOURCE, SYMBOLS
@@ -81,7 +82,7 @@ def first_start(
     """
     if model.device.type == "cuda":
         wait_for_triton()  # kernels are launched from here on
-        if own_kernels(model.device, model.dtype):
+        if installed("triton"):
             hash_kernels()
     # Ranks that share a model compile as they go: a rehearsal on one rank alone would wait for the others.
     alone = model.config.moe is None and model.config.mesh is None
@@ -97,7 +98,8 @@ def first_start(
             measured(model, limits, None, cuts, KINDS[:-1])  # log-probabilities are looked up by tokens that no kernel has written
 
     sizes = limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len, limits.page_size
-    first = FirstStart(model.device, model.config, model.dtype, (*sizes, cascade, sized, cuts, limits.kv_dtype, model.quantization))
+    graphs = prompt_kinds(model, limits, None)
+    first = FirstStart(model.device, model.config, model.dtype, (*sizes, cascade, sized, cuts, limits.kv_dtype, model.quantization, graphs))
     first.rehearse(start)
     return first
 

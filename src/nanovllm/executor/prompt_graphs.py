@@ -33,9 +33,10 @@ LAYER_FLOPS = 3e11
 MULTIPROCESSORS = 132  # of an H200
 QUANTISED = 1.5  # times as many in addition: matrices are dequantised in pieces. Experts and FP8 activations, which are not, count the same
 RANKS = 1.0  # times as many in addition: sums of many rows are launched by NCCL
-BUSY = 2  # times as long, or longer, takes a host that has other work. A graph costs a quiet host only its padding
+BUSY = 2  # times as long, or longer, takes a host that has other work
 EXPERTS = 3  # products of experts take so many times as long as others
-SIZES = (192, 256, 384, 512, 640, 768, 896, 1024, 1152, 1280, 1408, 1536, 1792, 2048, 2560, 3072, 3584, 4096)  # tokens
+SIZES = (192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072, 3584, 4096)  # tokens
+BETWEEN_SIZES = (896, 1152, 1408, 1792)  # of models on one GPU: those of a busy host have less padding, which a quiet one would feel
 LARGE_SIZES = (5120, 6144, 7168, 8192)  # of models that ranks share
 FEW_ROWS = 8  # prompts of the graphs that waste little on rows without a prompt
 WIDE_SIZES = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)  # of the graphs for as many prompts as the engine runs at once
@@ -55,16 +56,17 @@ def prompt_kinds(model: Model, limits: EngineConfig, choice: FastChoice | None) 
         return []
     (most,) = least(model.config.mesh, [min(limits.max_num_batched_tokens, _most_tokens(model))])
     few, wide = min(FEW_ROWS, limits.max_num_seqs), limits.max_num_seqs
-    every = (*SIZES, *LARGE_SIZES) if _shared(model) else SIZES
+    every = sorted((*SIZES, *(LARGE_SIZES if _shared(model) else BETWEEN_SIZES)))
     sizes = [size for size in every if size <= most and limits.max_model_len > 1]
     many = {size for size in sizes if size in WIDE_SIZES or (size == sizes[-1] and size > WIDE_SIZES[0])}
     return sorted({PromptKind(tokens=size, rows=rows) for size in sizes for rows in ((few, wide) if size in many else (few,))})
 
 
 def _most_tokens(model: Model) -> int:
-    """The tokens of a step that takes the GPU as long as its launches take a busy host, or a quiet one if ranks share the model.
+    """The tokens of a step that takes the GPU as long as its launches take a busy host, or a quiet one if that is better.
 
-    Launched one by one, long prompts of ranks run as two halves, which hides their sums.
+    Ranks that share a model run long prompts as two halves unless a graph takes them, which hides their sums. Experts gained nothing beyond
+    the bound of a quiet host, not even on a busy one.
     """
     moe = model.config.moe
     routed = 1.0 if moe is None else EXPERTS * moe.top_k / moe.num_experts  # for each weight of an expert
@@ -72,7 +74,7 @@ def _most_tokens(model: Model) -> int:
     for weight in _weights(model):
         stacked = len(weight.shape) == 3  # as the matrices of experts are
         multiplied += math.prod(weight.shape) * (routed if stacked else 1.0)
-    slower = 1 if _shared(model) else BUSY
+    slower = 1 if _shared(model) or moe is not None else BUSY
     return int(slower * _flops_while_launching(model) / (2 * multiplied))
 
 

@@ -23,6 +23,7 @@ from typing import Any, cast
 
 import torch
 
+from nanovllm.ops import kernel_keys
 from nanovllm.ops.kernel_keys import hash_kernels, kernel_files
 
 THREADS = 16
@@ -47,7 +48,7 @@ class FirstStart:
             from triton import knobs
 
             key = hashlib.sha256(repr((triton.__version__, torch.cuda.get_device_properties(device).name, properties)).encode())
-            for source in kernel_files():
+            for source in (*kernel_files(), Path(kernel_keys.__file__)):
                 key.update(source.read_bytes())
             self._file = Path(knobs.cache.dir) / f"nanovllm-{key.hexdigest()[:32]}.started"
         self._needed = self._file is not None and not self._file.exists()

@@ -5,7 +5,7 @@ earlier (triton-lang/triton#10494). Threads that compile kernels at a first star
 kernel after the other. So the second start compiled a part of them once more.
 """
 
-from collections.abc import Iterator
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
@@ -18,16 +18,15 @@ def kernel_files() -> list[Path]:
 
 
 def hash_kernels() -> None:
-    """Make the keys of all Triton functions of this package, in a fixed order. Called before the first launch; later calls take no time."""
+    """Make the keys of all Triton functions of this package, in a fixed order. Called before the first launch; later calls take no time.
+
+    A file that this version of Triton does not know how to import is left out. The launch of its kernels explains why.
+    """
     from triton import JITFunction  # not installed everywhere
 
-    for function in _functions():
-        if isinstance(function, JITFunction):  # the interpreter has others, without keys
-            _ = function.cache_key  # is kept
-
-
-def _functions() -> Iterator[object]:
-    """What the files of kernels define and import."""
     package = __package__ or ""
     for file in kernel_files():
-        yield from vars(import_module(".".join((package, *file.relative_to(OPS).with_suffix("").parts)))).values()
+        with suppress(Exception):
+            for function in vars(import_module(".".join((package, *file.relative_to(OPS).with_suffix("").parts)))).values():
+                if isinstance(function, JITFunction):  # the interpreter has others, without keys
+                    _ = function.cache_key  # is kept

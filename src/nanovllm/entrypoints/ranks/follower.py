@@ -1,7 +1,4 @@
-"""The process of a rank other than 0: it makes the calls that rank 0 sends, in their order, on its own part of the model.
-
-`python -m nanovllm.entrypoints.ranks.follower SOCKET MEMORY RANK SIZE PARENT` is started by rank 0, with open files by their numbers.
-"""
+"""A rank other than 0 in its process: it makes the calls that rank 0 sends, in their order, on its own part of the model."""
 
 import os
 import signal
@@ -10,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -101,9 +98,10 @@ def follow(link: socket.socket, model: Model, state: EngineState, beats: Beats, 
             send(link, Kind.OUTCOME, found.encode())
 
 
-if __name__ == "__main__":
+def run(*given: int) -> NoReturn:
+    """Follow rank 0 with the arguments of `main`, then end the process."""
     try:
-        main(*map(int, sys.argv[1:]))
+        main(*given)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
