@@ -1959,15 +1959,9 @@ MUTANTS: tuple[Mutant, ...] = (
         ("different engines begin", "if any(one.digest != own.digest for one", "if any(one.digest == '' for one"),
     ),
     *bugs(
-        "entrypoints/ranks/process.py",
-        ("tests/entrypoints/ranks/test_process.py",),
-        ("the library is initialised after the imports", "    if cuda:\n        begin_nvml()\n", ""),
-        ("a rank on a CPU wakes the driver of GPUs", "    if cuda:\n", "    if True:\n"),
-    ),
-    *bugs(
         "entrypoints/ranks/followers.py",
-        ("tests/entrypoints/ranks/test_process.py",),
-        ("files of ranks hide modules of their names", '[sys.executable, "-P", process', "[sys.executable, process"),
+        ("tests/entrypoints/ranks/test_paths.py",),
+        ("ranks import from a folder that rank 0 does not look into", '[sys.executable, "-P", ', "[sys.executable, "),
         (
             "ranks do not find what is in the current folder",
             "path or os.getcwd() for path in sys.path",

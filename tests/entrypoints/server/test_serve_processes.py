@@ -460,7 +460,7 @@ def followers() -> list[int]:
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
                 parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                if b"ranks/process.py" in (entry / "cmdline").read_bytes():
+                if b"ranks.follower" in (entry / "cmdline").read_bytes():
                     found.append(int(entry.name))
 
     def own(pid: int) -> bool:

@@ -1,4 +1,8 @@
-"""A rank other than 0 in its process: it makes the calls that rank 0 sends, in their order, on its own part of the model."""
+"""The process of a rank other than 0: it makes the calls that rank 0 sends, in their order, on its own part of the model.
+
+`python -P -m nanovllm.entrypoints.ranks.follower SOCKET MEMORY RANK SIZE PARENT` is started by rank 0, with open files by their numbers.
+With `-P` it finds modules where rank 0 finds them: in the current folder only if rank 0 does.
+"""
 
 import os
 import signal
@@ -7,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -98,10 +102,9 @@ def follow(link: socket.socket, model: Model, state: EngineState, beats: Beats, 
             send(link, Kind.OUTCOME, found.encode())
 
 
-def run(*given: int) -> NoReturn:
-    """Follow rank 0 with the arguments of `main`, then end the process."""
+if __name__ == "__main__":
     try:
-        main(*given)
+        main(*map(int, sys.argv[1:]))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -15,7 +15,6 @@ from typing import IO
 
 import nanovllm.errors
 from nanovllm.config import Mesh
-from nanovllm.entrypoints.ranks import process
 from nanovllm.entrypoints.ranks.beats import Beats
 from nanovllm.entrypoints.ranks.channel import Kind, Outcome, receive, send
 from nanovllm.entrypoints.ranks.settings import STARTING, Settings
@@ -45,12 +44,11 @@ class Follower:
         self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - it is open as long as the process
         self.link, theirs = socket.socketpair()
         self.link.settimeout(settings.rank_timeout)
-        cuda = settings.devices[rank].startswith("cuda")
-        asked = [str(int(number)) for number in (cuda, theirs.fileno(), beats.descriptor, rank, size, os.getpid())]
+        asked = [str(number) for number in (theirs.fileno(), beats.descriptor, rank, size, os.getpid())]
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)  # empty: the folder in which an interpreter or `-c` was started
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", process.__file__, *asked],
+                [sys.executable, "-P", "-m", "nanovllm.entrypoints.ranks.follower", *asked],
                 pass_fds=(theirs.fileno(), beats.descriptor),
                 stdin=subprocess.DEVNULL,
                 stdout=self.log,

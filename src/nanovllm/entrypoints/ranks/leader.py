@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from nanovllm.entrypoints.ranks.calls import encoded
 from nanovllm.entrypoints.ranks.channel import Kind, Outcome
 from nanovllm.entrypoints.ranks.followers import GRACE, Followers, died
-from nanovllm.entrypoints.ranks.process import begin_nvml
 from nanovllm.entrypoints.ranks.settings import STARTING, Settings, begun, build
 from nanovllm.errors import EngineDeadError, NanoVLLMError
 from nanovllm.executor.distributed import opened_store
@@ -135,8 +134,6 @@ def start(settings: Settings) -> tuple[Model, EngineState]:
         NanoVLLMError: As `load_model` and `init_state`, on any rank.
         EngineDeadError: A rank has ended, or the engines differ.
     """
-    if settings.devices[0].startswith("cuda"):
-        begin_nvml()  # while the other ranks import
     followers = Followers(settings)
     try:
         if late := followers.wait(lambda one: one.hello, STARTING):
