@@ -143,10 +143,12 @@ def test_ranks_capture_more_of_their_share(monkeypatch: pytest.MonkeyPatch) -> N
     limits = replace(LIMITS, max_num_batched_tokens=8192)
     set_bound(monkeypatch, 4000 * weights_of(whole) / whole.config.num_layers)
     assert prompt_kinds(whole, limits)[-1].tokens == 3584
+    assert {kind.tokens for kind in prompt_kinds(whole, limits)} >= {896, 1152, 1408, 1792}
 
     def of_a_rank(mesh: Mesh) -> tuple[int, int]:
         model = random_model(tiny_config(), mesh=mesh)
         set_bound(monkeypatch, 3100 * weights_of(model) / model.config.num_layers, 1)
+        assert not {kind.tokens for kind in prompt_kinds(model, limits)} & {896, 1152, 1408, 1792}
         return prompt_kinds(model, limits)[-1].tokens, prompt_kinds(model, replace(limits, max_num_batched_tokens=5000))[-1].tokens
 
     assert run_ranks(of_a_rank, 2) == [(6144, 4096)] * 2

@@ -240,6 +240,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "ops/kernel_keys.py",
         ("tests/ops/test_kernel_keys.py",),
         ("keys are made when kernels are launched", "if isinstance(function, JITFunction):", "if False:"),
+        ("what is no key stays", "function.hash = None", "pass"),
     ),
     *bugs(
         "executor/prompt_graphs.py",
@@ -255,6 +256,8 @@ MUTANTS: tuple[Mutant, ...] = (
             "counts @ (counts - counts // 2)",
         ),
         ("experts count as far as they are stored", "* (routed if stacked else 1.0)", "* 1.0"),
+        ("more sizes are those of ranks", "LARGE_SIZES if _shared(model) else BETWEEN_SIZES", "BETWEEN_SIZES"),
+        ("no sizes lie between others", "LARGE_SIZES if _shared(model) else BETWEEN_SIZES", "LARGE_SIZES if _shared(model) else ()"),
         ("a busy host counts as a quiet one", "slower = 1 if _shared(model) or moe is not None else BUSY", "slower = 1"),
         ("long prompts of ranks do not run as halves", "slower = 1 if _shared(model) or", "slower = 1 if"),
         (
@@ -1964,8 +1967,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ("ranks import from a folder that rank 0 does not look into", '[sys.executable, "-P", ', "[sys.executable, "),
         (
             "ranks do not find what is in the current folder",
-            "path or os.getcwd() for path in sys.path",
-            "path for path in sys.path if path",
+            "filter(None, (path or _current_folder() for path in sys.path))",
+            "filter(None, sys.path)",
         ),
     ),
     *bugs(

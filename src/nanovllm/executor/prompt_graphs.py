@@ -1,4 +1,4 @@
-"""Captured prompts: CUDA graphs by number of tokens, for prompts that take the GPU less time than a busy host needs to launch kernels.
+"""Captured prompts: CUDA graphs by number of tokens, for prompts that take the GPU less time than a host needs to launch kernels.
 
 A step's prompts are filled into static buffers, with padding up to the tokens of the graph. Sampling is not part of the graph.
 """
@@ -33,10 +33,10 @@ LAYER_FLOPS = 3e11
 MULTIPROCESSORS = 132  # of an H200
 QUANTISED = 1.5  # times as many in addition: matrices are dequantised in pieces. Experts and FP8 activations, which are not, count the same
 RANKS = 1.0  # times as many in addition: sums of many rows are launched by NCCL
-BUSY = 2  # times as long, or longer, takes a host that has other work
+BUSY = 2  # a host that has other work takes at least so many times as long
 EXPERTS = 3  # products of experts take so many times as long as others
 SIZES = (192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072, 3584, 4096)  # tokens
-BETWEEN_SIZES = (896, 1152, 1408, 1792)  # of models on one GPU: those of a busy host have less padding, which a quiet one would feel
+BETWEEN_SIZES = (896, 1152, 1408, 1792)  # more of them for models on one GPU, so that a step has less padding
 LARGE_SIZES = (5120, 6144, 7168, 8192)  # of models that ranks share
 FEW_ROWS = 8  # prompts of the graphs that waste little on rows without a prompt
 WIDE_SIZES = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)  # of the graphs for as many prompts as the engine runs at once
@@ -65,8 +65,8 @@ def prompt_kinds(model: Model, limits: EngineConfig, choice: FastChoice | None) 
 def _most_tokens(model: Model) -> int:
     """The tokens of a step that takes the GPU as long as its launches take a busy host, or a quiet one if that is better.
 
-    Ranks that share a model run long prompts as two halves unless a graph takes them, which hides their sums. Experts gained nothing beyond
-    the bound of a quiet host, not even on a busy one.
+    Two halves hide the sums of ranks, and ranks run long prompts so unless a graph takes them. Experts gained nothing beyond the bound of a
+    quiet host, not even on a busy one.
     """
     moe = model.config.moe
     routed = 1.0 if moe is None else EXPERTS * moe.top_k / moe.num_experts  # for each weight of an expert

@@ -26,7 +26,7 @@ def import_ahead() -> list[Thread]:
 
 
 def wait_for_triton() -> None:
-    """Wait until the threads of `import_ahead` have hashed Triton's files, which the caller would otherwise do once more by itself."""
+    """Wait until the threads of `import_ahead` have hashed Triton's files and ours, which the caller would otherwise do by itself."""
     for thread in enumerate():
         if thread.name == HASHING:
             thread.join()

@@ -5,6 +5,7 @@ earlier (triton-lang/triton#10494). Threads that compile kernels at a first star
 kernel after the other. So the second start compiled a part of them once more.
 """
 
+from collections.abc import Iterable
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -20,13 +21,21 @@ def kernel_files() -> list[Path]:
 def hash_kernels() -> None:
     """Make the keys of all Triton functions of this package, in a fixed order. Called before the first launch; later calls take no time.
 
-    A file that this version of Triton does not know how to import is left out. The launch of its kernels explains why.
+    A file that cannot be imported with this version of Triton is left out, as is a function that has no key. The launch explains why.
     """
     from triton import JITFunction  # not installed everywhere
 
-    package = __package__ or ""
     for file in kernel_files():
-        with suppress(Exception):
-            for function in vars(import_module(".".join((package, *file.relative_to(OPS).with_suffix("").parts)))).values():
-                if isinstance(function, JITFunction):  # the interpreter has others, without keys
+        for function in _defined(file):
+            if isinstance(function, JITFunction):  # the interpreter has others, without keys
+                try:
                     _ = function.cache_key  # is kept
+                except Exception:
+                    function.hash = None  # Triton leaves the beginning of a key
+
+
+def _defined(file: Path) -> Iterable[object]:
+    """What a file of kernels defines and imports."""
+    with suppress(Exception):
+        return vars(import_module(".".join((__package__ or "", *file.relative_to(OPS).with_suffix("").parts)))).values()
+    return ()

@@ -33,6 +33,14 @@ def _nothing() -> None:
     """Nothing is to be freed."""
 
 
+def _current_folder() -> str:
+    """What an empty entry of `sys.path` stands for, as in an interpreter or with `-c`. Empty if the folder was deleted."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return ""
+
+
 class Follower:
     """One process."""
 
@@ -42,10 +50,10 @@ class Follower:
         self.outcome: Outcome | None = None
         self.failed: tuple[Outcome, float] | None = None
         self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - it is open as long as the process
+        paths = os.pathsep.join(filter(None, (path or _current_folder() for path in sys.path)))
         self.link, theirs = socket.socketpair()
         self.link.settimeout(settings.rank_timeout)
         asked = [str(number) for number in (theirs.fileno(), beats.descriptor, rank, size, os.getpid())]
-        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)  # empty: the folder in which an interpreter or `-c` was started
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "nanovllm.entrypoints.ranks.follower", *asked],
