@@ -1965,6 +1965,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "entrypoints/ranks/followers.py",
         ("tests/entrypoints/ranks/test_paths.py",),
         ("ranks import from a folder that rank 0 does not look into", '[sys.executable, "-P", ', "[sys.executable, "),
+    ),
+    *bugs(
+        "ops/import_paths.py",
+        ("tests/entrypoints/ranks/test_paths.py",),
         (
             "ranks do not find what is in the current folder",
             "filter(None, (path or _current_folder() for path in sys.path))",

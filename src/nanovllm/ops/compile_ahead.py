@@ -24,7 +24,6 @@ from typing import Any, cast
 import torch
 
 from nanovllm.ops import kernel_keys
-from nanovllm.ops.kernel_keys import hash_kernels, kernel_files
 
 THREADS = 16
 _LOADING = Lock()  # what it guards belongs to the whole process
@@ -48,7 +47,7 @@ class FirstStart:
             from triton import knobs
 
             key = hashlib.sha256(repr((triton.__version__, torch.cuda.get_device_properties(device).name, properties)).encode())
-            for source in (*kernel_files(), Path(kernel_keys.__file__)):
+            for source in (*kernel_keys.kernel_files(), Path(kernel_keys.__file__)):
                 key.update(source.read_bytes())
             self._file = Path(knobs.cache.dir) / f"nanovllm-{key.hexdigest()[:32]}.started"
         self._needed = self._file is not None and not self._file.exists()
@@ -73,7 +72,7 @@ def compile_ahead(device: torch.device, calls: Iterable[Callable[[], object]]) -
 
     A call that fails, or a kernel that does not compile, fails again where it is really used.
     """
-    hash_kernels()  # not in several threads
+    kernel_keys.hash_kernels()  # not in several threads
     with noted() as kernels:
         for call in calls:
             with suppress(Exception):

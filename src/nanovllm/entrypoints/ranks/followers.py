@@ -20,6 +20,7 @@ from nanovllm.entrypoints.ranks.channel import Kind, Outcome, receive, send
 from nanovllm.entrypoints.ranks.settings import STARTING, Settings
 from nanovllm.errors import EngineDeadError, NanoVLLMError
 from nanovllm.executor.distributed import given_up, left
+from nanovllm.ops.import_paths import import_paths
 from nanovllm.state.lease import NEW_ENGINE, Lease
 
 TICK = 0.2  # seconds between two looks at all ranks
@@ -33,14 +34,6 @@ def _nothing() -> None:
     """Nothing is to be freed."""
 
 
-def _current_folder() -> str:
-    """What an empty entry of `sys.path` stands for, as in an interpreter or with `-c`. Empty if the folder was deleted."""
-    try:
-        return os.getcwd()
-    except OSError:
-        return ""
-
-
 class Follower:
     """One process."""
 
@@ -50,7 +43,6 @@ class Follower:
         self.outcome: Outcome | None = None
         self.failed: tuple[Outcome, float] | None = None
         self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - it is open as long as the process
-        paths = os.pathsep.join(filter(None, (path or _current_folder() for path in sys.path)))
         self.link, theirs = socket.socketpair()
         self.link.settimeout(settings.rank_timeout)
         asked = [str(number) for number in (theirs.fileno(), beats.descriptor, rank, size, os.getpid())]
@@ -62,7 +54,7 @@ class Follower:
                 stdout=self.log,
                 stderr=self.log,
                 start_new_session=True,  # Ctrl-C in the terminal reaches rank 0 alone
-                env={**os.environ, "PYTHONPATH": paths},
+                env={**os.environ, "PYTHONPATH": import_paths()},
             )
         send(self.link, Kind.SETTINGS, settings.encode())
 

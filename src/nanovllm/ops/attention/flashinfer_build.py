@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nanovllm.ops.import_paths import import_paths
+
 MARK = "NANOVLLM_BUILDS_FLASHINFER"  # in the environment of a process that builds
 NICENESS = 10  # of the process that builds, so that the engine beside it stays fast
 
@@ -55,9 +57,8 @@ def build_apart(wanted: Seq[Kernels]) -> bool:
     if MARK in os.environ or "frozen" in vars(sys) or not sys.executable:
         return False
     given = json.dumps([[*each._replace(dtype=str(each.dtype).removeprefix("torch."))] for each in wanted])
-    path = os.pathsep.join(filter(None, sys.path))  # as changed by this program
     command, nowhere = [sys.executable, "-P", "-m", __spec__.name, given], subprocess.DEVNULL
-    environment = os.environ | {MARK: "1", "PYTHONPATH": path}
+    environment = os.environ | {MARK: "1", "PYTHONPATH": import_paths()}
     try:
         return not subprocess.call(command, env=environment, stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True)
     except (OSError, ValueError):
